@@ -1,0 +1,38 @@
+# `make` lists what there is. Everything runs in .venv, which `make setup` creates and keeps current.
+PYTHON ?= python3
+TORCH_INDEX ?=
+BIN := .venv/bin
+# One OpenMP thread: on few cores, OpenMP threads that wait for each other by spinning cost more
+# than they bring on models as small as the tests'.
+TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-all lint wheel clean
+
+help:  ## list these targets
+	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|' 2>/dev/null \
+	  || sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/  make \1: \2/p' $(MAKEFILE_LIST)
+
+setup:  ## create .venv, install everything, compile the kernels (quick when nothing changed)
+	@$(PYTHON) scripts/setup.py $(if $(TORCH_INDEX),--torch-index $(TORCH_INDEX))
+
+demo: setup  ## fine-tune a small mixture-of-experts model on this machine and see the difference
+	@$(BIN)/python examples/demo.py
+
+test: setup  ## the tests, as CI runs them
+	$(TEST) -m "not slow"
+
+test-all: setup  ## the tests, the slow ones too
+	$(TEST)
+
+lint: setup  ## ruff, mypy and clang-format, changing nothing
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	@find csrc -name '*.h' -o -name '*.cpp' | xargs $(BIN)/clang-format --dry-run --Werror
+
+wheel: setup  ## build a wheel into dist/
+	$(BIN)/python -m pip wheel --no-deps --no-build-isolation --wheel-dir dist .
+
+clean:  ## remove what was built and trained (.venv stays; `rm -r .venv` removes it)
+	rm -rf build dist demo .pytest_cache .mypy_cache .ruff_cache
