@@ -1,0 +1,173 @@
+"""Slow, exact stand-in for kt_core.experts.Experts: fp32 torch, one expert at a time.
+
+Proofs about the seams (loading, PEFT, checkpointing, FSDP2) are run once with this class in place of the kernels, so
+that a difference of 1e-6 is visible which int8 rounding would hide, and once with the kernels. It has the API of
+`kt_core.experts.Experts`, ignores `format` and `group` (weights are held in fp32 exactly as given), does not round
+activations to bf16, saves gate and up in fp32, and knows no dropout. The forward uses the very calls of transformers'
+eager experts, in the same order, so base logits in fp32 agree bit for bit.
+
+Install it with `slow_experts.patch(monkeypatch)`; every user looks `Experts` up in `kt_core.experts` at call time.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kt_core import experts as _experts
+from kt_core.experts import Grads, Lora
+
+PROJECTIONS = ("gate", "up", "down")
+_ACTIVATIONS = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+}
+
+
+def patch(monkeypatch) -> None:
+    """Puts SlowExperts in the place of the kernels for the length of one test."""
+    monkeypatch.setattr(_experts, "Experts", SlowExperts)
+
+
+class SlowExperts:
+    """Experts of one layer in fp32; see the module text. Weight shapes: gate, up [I, H]; down [H, I]."""
+
+    def __init__(
+        self,
+        num_experts,
+        hidden,
+        intermediate,
+        *,
+        format="int8",
+        group=128,
+        activation="silu",
+        buffer=None,
+        name="",
+    ):
+        self.num_experts, self.hidden, self.intermediate = num_experts, hidden, intermediate
+        self.format, self.group, self.activation, self.name = format, group, activation, name
+        self.nbytes = self.packed_nbytes(num_experts, hidden, intermediate, format, group)
+        self._bytes = bytearray(self.nbytes) if buffer is None else buffer
+        with warnings.catch_warnings():  # a read-only mapping is only ever read
+            warnings.simplefilter("ignore")
+            flat = torch.frombuffer(self._bytes, dtype=torch.float32, count=self.nbytes // 4)
+        cut = num_experts * 2 * intermediate * hidden
+        self.gate_up = flat[:cut].view(num_experts, 2 * intermediate, hidden)
+        self.down = flat[cut:].view(num_experts, hidden, intermediate)
+        self._missing = {(e, p) for e in range(num_experts) for p in PROJECTIONS}
+        self.forwards = self.backwards = 0
+
+    @staticmethod
+    def packed_nbytes(num_experts, hidden, intermediate, format, group) -> int:
+        return 4 * 3 * num_experts * hidden * intermediate
+
+    @classmethod
+    def from_packed(cls, num_experts, hidden, intermediate, *, buffer, **kw):
+        self = cls(num_experts, hidden, intermediate, buffer=buffer, **kw)
+        self._missing.clear()
+        return self
+
+    def _view(self, expert: int, projection: str) -> Tensor:
+        if projection == "down":
+            return self.down[expert]
+        gate, up = self.gate_up[expert].split(self.intermediate)
+        return {"gate": gate, "up": up}[projection]
+
+    def put(self, expert: int, projection: str, weight: Tensor) -> None:
+        view = self._view(expert, projection)
+        if weight.shape != view.shape:
+            raise ValueError(f"{self.name}: {projection} of expert {expert} is {tuple(weight.shape)}")
+        if not torch.isfinite(weight).all():
+            raise ValueError(f"{self.name}: {projection} of expert {expert} holds NaN or Inf")
+        view.copy_(weight)
+        self._missing.discard((expert, projection))
+
+    def get(self, expert: int, projection: str) -> Tensor:
+        return self._view(expert, projection).clone()
+
+    def missing(self) -> list[tuple[int, str]]:
+        return sorted(self._missing)
+
+    def packed(self) -> memoryview:
+        return memoryview(self._bytes)
+
+    def forward(self, x, top_k_index, top_k_weights, lora=None, *, save=False):
+        """x [T, H], index and weights [T, K] -> (out [T, H], saved [T*K, 2, I] fp32 or None)."""
+        self.forwards += 1
+        saved = x.new_zeros(top_k_index.numel(), 2, self.intermediate, dtype=torch.float32)
+        out = torch.zeros_like(x, dtype=torch.float32)
+        weights = top_k_weights.float()
+        for e, token, slot in self._rows(top_k_index):
+            xe = x[token].float()
+            gate, up = self._gate_up(xe, e, lora)
+            saved[token * top_k_index.shape[1] + slot] = torch.stack([gate, up], 1)
+            h = _ACTIVATIONS[self.activation](gate) * up
+            y = F.linear(h, self.down[e]) + _delta(h, e, "down", lora)
+            out.index_add_(0, token, y * weights[token, slot, None])
+        return out.to(x.dtype), saved if save else None
+
+    def backward(self, grad_out, x, top_k_index, top_k_weights, lora=None, saved=None) -> Grads:
+        """Gradients of sum(grad_out * forward(...)): dx [T, H], dw [T, K], a and b by projection."""
+        self.backwards += 1
+        dx, dw = torch.zeros_like(x, dtype=torch.float32), torch.zeros(top_k_weights.shape)
+        da = {p: torch.zeros(t.shape) for p, t in lora.a.items()} if lora else {}
+        db = {p: torch.zeros(t.shape) for p, t in lora.b.items()} if lora else {}
+        weights = top_k_weights.float()
+        for e, token, slot in self._rows(top_k_index):
+            xe, ge = x[token].float(), grad_out[token].float()
+            if saved is None:
+                gate, up = self._gate_up(xe, e, lora)
+            else:
+                gate, up = saved[token * top_k_index.shape[1] + slot].float().unbind(1)
+            gate = gate.detach().requires_grad_()
+            with torch.enable_grad():
+                act = _ACTIVATIONS[self.activation](gate)
+            h = act.detach() * up
+            dh_raw = ge @ self.down[e] + _delta_back(ge, h, e, "down", lora, None, None)
+            dw[token, slot] = (dh_raw * h).sum(-1)
+            dy = ge * weights[token, slot, None]
+            dh = dy @ self.down[e] + _delta_back(dy, h, e, "down", lora, da, db)
+            (dgate,) = torch.autograd.grad(act, gate, dh * up)
+            dup = dh * act.detach()
+            de = torch.cat([dgate, dup], 1) @ self.gate_up[e]
+            de += _delta_back(dgate, xe, e, "gate", lora, da, db)
+            de += _delta_back(dup, xe, e, "up", lora, da, db)
+            dx.index_add_(0, token, de)
+        return Grads(dx=dx.to(x.dtype), dw=dw, a=da, b=db)
+
+    def _gate_up(self, xe: Tensor, e: int, lora: Lora | None) -> tuple[Tensor, Tensor]:
+        gate, up = F.linear(xe, self.gate_up[e]).chunk(2, dim=-1)
+        return gate + _delta(xe, e, "gate", lora), up + _delta(xe, e, "up", lora)
+
+    def _rows(self, index: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+        for e in range(self.num_experts):
+            slot, token = torch.where((index == e).T)  # slot-major, as transformers' eager loop
+            if len(token):
+                yield e, token, slot
+
+
+def _delta(x: Tensor, e: int, projection: str, lora: Lora | None) -> Tensor | float:
+    if lora is None or projection not in lora.a:
+        return 0.0
+    if lora.dropout:
+        raise NotImplementedError("SlowExperts knows no dropout; use the kernels")
+    a, b = lora.a[projection][e].float(), lora.b[projection][e].float()
+    return lora.scaling * ((x @ a.T) @ b.T)
+
+
+def _delta_back(dy, x, e, projection, lora, da, db) -> Tensor | float:
+    """dX of one LoRA branch; adds dA and dB where the dicts are given."""
+    if lora is None or projection not in lora.a:
+        return 0.0
+    a, b = lora.a[projection][e].float(), lora.b[projection][e].float()
+    t = dy @ b
+    if da is not None:
+        da[projection][e] += lora.scaling * (t.T @ x)
+        db[projection][e] += lora.scaling * (dy.T @ (x @ a.T))
+    return lora.scaling * (t @ a)
