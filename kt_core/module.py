@@ -1,12 +1,11 @@
 """The module that stands where a model's fused experts module stood.
-
-Its call signature is that of transformers' fused experts (hidden_states [T, H], top_k_index [T, K] int64,
-top_k_weights [T, K]) -> [T, H]. It owns no nn.Parameter and no buffer: the packed weights are a plain attribute, so
-FSDP2, state_dict, `.to()`, dtype casts and optimizers never see them. Its class name contains "Linear" because
-LLaMA-Factory's `lora_target: all` finds adaptable modules by class name.
-
-What carries out the call is a `Runner`. The one here is for inference; kt_sft sets its own on the modules of a model
-that is loaded for training.
+ Its call signature is that of transformers' fused experts (hidden_states [T, H], top_k_index [T, K]
+int64, top_k_weights [T, K]) -> [T, H]. It owns no nn.Parameter and no buffer: the packed weights
+are a plain attribute, so FSDP2, state_dict, `.to()`, dtype casts and optimizers never see them. Its
+class name contains "Linear" because LLaMA-Factory's `lora_target: all` finds adaptable modules by
+class name.
+ What carries out the call is a `Runner`. The one here is for inference; kt_sft sets its own on the
+modules of a model that is loaded for training.
 """
 
 from __future__ import annotations
@@ -29,12 +28,13 @@ def inference_runner(
 ) -> Tensor:
     """Runs the experts on the CPU and returns [T, H] on the device and in the dtype of x.
 
-    x [T, H] of any device and floating dtype (computed as bf16 or fp32), top_k_index and top_k_weights [T, K].
-    Raises RuntimeError if autograd would need a gradient through the result.
+    x [T, H] of any device and floating dtype (computed as bf16 or fp32), top_k_index and
+    top_k_weights [T, K]. Raises RuntimeError if autograd would need a gradient through the result.
     """
     if torch.is_grad_enabled() and (x.requires_grad or top_k_weights.requires_grad):
         raise RuntimeError(
-            f"{experts.name or 'the experts'}: a gradient is needed through experts that were loaded for inference; "
+            f"{experts.name or 'the experts'}: a gradient is needed through experts that were "
+            "loaded for inference; "
             "call the model under torch.no_grad(), or load it for training (use_kt: true)"
         )
     dtype = x.dtype if x.dtype in _KERNEL_DTYPES else torch.float32
@@ -50,8 +50,9 @@ def inference_runner(
 class KTExpertsLinear(nn.Module):
     """Routed experts of one layer, kept in packed CPU memory.
 
-    num_experts, hidden_dim and intermediate_dim are those of the module it replaces; `layer_index` is the decoder
-    layer it belongs to (it seeds LoRA dropout); `runner` may be replaced at any time.
+    num_experts, hidden_dim and intermediate_dim are those of the module it replaces; `layer_index`
+    is the decoder layer it belongs to (it seeds LoRA dropout); `runner` may be replaced at any
+    time.
     """
 
     def __init__(
@@ -72,8 +73,9 @@ class KTExpertsLinear(nn.Module):
         return torch.empty(0)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """hidden_states [..., H], top_k_index and top_k_weights [..., K] -> [..., H]; leading sizes may differ in
-        shape but not in number of tokens."""
+        """hidden_states [..., H], top_k_index and top_k_weights [..., K] -> [..., H]; leading sizes
+        may differ in shape but not in number of tokens.
+        """
         rows = hidden_states.reshape(-1, self.hidden_dim)
         k = top_k_index.shape[-1]
         out = self.runner(
@@ -85,12 +87,15 @@ class KTExpertsLinear(nn.Module):
         """Shapes and storage, for print(model)."""
         e = self.experts
         return (
-            f"experts={self.num_experts}, hidden={self.hidden_dim}, intermediate={self.intermediate_dim}, "
+            f"experts={self.num_experts}, hidden={self.hidden_dim}, "
+            f"intermediate={self.intermediate_dim}, "
             f"format={e.format}, group={e.group}, bytes={e.nbytes}"
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KTExpertsLinear:
-        """A second module over the same packed weights: they are frozen, so a copy would only cost memory."""
+        """A second module over the same packed weights: they are frozen, so a copy would only cost
+        memory.
+        """
         twin = type(self)(self.experts, runner=self.runner, layer_index=self.layer_index)
         twin.train(self.training)
         memo[id(self)] = twin
@@ -98,6 +103,8 @@ class KTExpertsLinear(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(
-            f"{self.experts.name or type(self).__name__} holds packed experts in CPU memory and cannot be pickled; "
-            "save the adapter (save_pretrained on the PEFT model) and load the base model from its checkpoint"
+            f"{self.experts.name or type(self).__name__} holds packed experts in CPU memory and "
+            "cannot be pickled; "
+            "save the adapter (save_pretrained on the PEFT model) and load the base model from its "
+            "checkpoint"
         )

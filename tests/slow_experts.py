@@ -1,22 +1,23 @@
 """Slow, exact stand-in for kt_core.experts.Experts: fp32 torch, one expert at a time.
-
-Proofs about the seams (loading, PEFT, checkpointing, FSDP2) are run once with this class in place of the kernels, so
-that a difference of 1e-6 is visible which int8 rounding would hide, and once with the kernels. It has the API of
-`kt_core.experts.Experts`, ignores `format` and `group` (weights are held in fp32 exactly as given), does not round
-activations to bf16, saves gate and up in fp32, and knows no dropout. The forward uses the very calls of transformers'
-eager experts, in the same order, so base logits in fp32 agree bit for bit.
-
-Install it with `slow_experts.patch(monkeypatch)`; every user looks `Experts` up in `kt_core.experts` at call time.
+ Proofs about the seams (loading, PEFT, checkpointing, FSDP2) are run once with this class in place
+of the kernels, so that a difference of 1e-6 is visible which int8 rounding would hide, and once
+with the kernels. It has the API of `kt_core.experts.Experts`, ignores `format` and `group` (weights
+are held in fp32 exactly as given), does not round activations to bf16, saves gate and up in fp32,
+and knows no dropout. The forward uses the very calls of transformers' eager experts, in the same
+order, so base logits in fp32 agree bit for bit.
+ Install it with `slow_experts.patch(monkeypatch)`; every user looks `Experts` up in
+`kt_core.experts` at call time.
 """
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterator
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
 
 from kt_core import experts as _experts
 from kt_core.experts import Grads, Lora
@@ -36,7 +37,9 @@ def patch(monkeypatch) -> None:
 
 
 class SlowExperts:
-    """Experts of one layer in fp32; see the module text. Weight shapes: gate, up [I, H]; down [H, I]."""
+    """Experts of one layer in fp32; see the module text. Weight shapes: gate, up [I, H]; down [H,
+    I].
+    """
 
     def __init__(
         self,
@@ -53,7 +56,11 @@ class SlowExperts:
         self.num_experts, self.hidden, self.intermediate = num_experts, hidden, intermediate
         self.format, self.group, self.activation, self.name = format, group, activation, name
         self.nbytes = self.packed_nbytes(num_experts, hidden, intermediate, format, group)
-        self._bytes = bytearray(self.nbytes) if buffer is None else buffer
+        if (
+            buffer is None
+        ):  # torch's own allocation, aligned like a parameter: MKL's bits depend on it
+            buffer = torch.empty(self.nbytes, dtype=torch.uint8).numpy()
+        self._bytes = memoryview(buffer).cast("B")
         with warnings.catch_warnings():  # a read-only mapping is only ever read
             warnings.simplefilter("ignore")
             flat = torch.frombuffer(self._bytes, dtype=torch.float32, count=self.nbytes // 4)
@@ -82,7 +89,9 @@ class SlowExperts:
     def put(self, expert: int, projection: str, weight: Tensor) -> None:
         view = self._view(expert, projection)
         if weight.shape != view.shape:
-            raise ValueError(f"{self.name}: {projection} of expert {expert} is {tuple(weight.shape)}")
+            raise ValueError(
+                f"{self.name}: {projection} of expert {expert} is {tuple(weight.shape)}"
+            )
         if not torch.isfinite(weight).all():
             raise ValueError(f"{self.name}: {projection} of expert {expert} holds NaN or Inf")
         view.copy_(weight)
@@ -95,7 +104,7 @@ class SlowExperts:
         return sorted(self._missing)
 
     def packed(self) -> memoryview:
-        return memoryview(self._bytes)
+        return self._bytes
 
     def forward(self, x, top_k_index, top_k_weights, lora=None, *, save=False):
         """x [T, H], index and weights [T, K] -> (out [T, H], saved [T*K, 2, I] fp32 or None)."""
@@ -108,12 +117,12 @@ class SlowExperts:
             gate, up = self._gate_up(xe, e, lora)
             saved[token * top_k_index.shape[1] + slot] = torch.stack([gate, up], 1)
             h = _ACTIVATIONS[self.activation](gate) * up
-            y = F.linear(h, self.down[e]) + _delta(h, e, "down", lora)
+            y = _plus_delta(F.linear(h, self.down[e]), h, e, "down", lora)
             out.index_add_(0, token, y * weights[token, slot, None])
         return out.to(x.dtype), saved if save else None
 
     def backward(self, grad_out, x, top_k_index, top_k_weights, lora=None, saved=None) -> Grads:
-        """Gradients of sum(grad_out * forward(...)): dx [T, H], dw [T, K], a and b by projection."""
+        """Gradients of sum(grad_out * out): dx [T, H], dw [T, K], a and b by projection."""
         self.backwards += 1
         dx, dw = torch.zeros_like(x, dtype=torch.float32), torch.zeros(top_k_weights.shape)
         da = {p: torch.zeros(t.shape) for p, t in lora.a.items()} if lora else {}
@@ -125,16 +134,14 @@ class SlowExperts:
                 gate, up = self._gate_up(xe, e, lora)
             else:
                 gate, up = saved[token * top_k_index.shape[1] + slot].float().unbind(1)
-            gate = gate.detach().requires_grad_()
-            with torch.enable_grad():
-                act = _ACTIVATIONS[self.activation](gate)
-            h = act.detach() * up
+            act = _ACTIVATIONS[self.activation](gate)
+            h = act * up
             dh_raw = ge @ self.down[e] + _delta_back(ge, h, e, "down", lora, None, None)
             dw[token, slot] = (dh_raw * h).sum(-1)
             dy = ge * weights[token, slot, None]
             dh = dy @ self.down[e] + _delta_back(dy, h, e, "down", lora, da, db)
-            (dgate,) = torch.autograd.grad(act, gate, dh * up)
-            dup = dh * act.detach()
+            dgate = dh * up * _derivative(self.activation, gate)
+            dup = dh * act
             de = torch.cat([dgate, dup], 1) @ self.gate_up[e]
             de += _delta_back(dgate, xe, e, "gate", lora, da, db)
             de += _delta_back(dup, xe, e, "up", lora, da, db)
@@ -143,7 +150,7 @@ class SlowExperts:
 
     def _gate_up(self, xe: Tensor, e: int, lora: Lora | None) -> tuple[Tensor, Tensor]:
         gate, up = F.linear(xe, self.gate_up[e]).chunk(2, dim=-1)
-        return gate + _delta(xe, e, "gate", lora), up + _delta(xe, e, "up", lora)
+        return _plus_delta(gate, xe, e, "gate", lora), _plus_delta(up, xe, e, "up", lora)
 
     def _rows(self, index: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
         for e in range(self.num_experts):
@@ -152,13 +159,29 @@ class SlowExperts:
                 yield e, token, slot
 
 
-def _delta(x: Tensor, e: int, projection: str, lora: Lora | None) -> Tensor | float:
+def _derivative(activation: str, x: Tensor) -> Tensor:
+    """d activation / dx, written out: inside a torch.library operator autograd is switched off."""
+    if activation == "silu":
+        s = torch.sigmoid(x)
+        return s * (1 + x * (1 - s))
+    if activation == "relu":
+        return (x > 0).to(x.dtype)
+    if activation == "gelu":
+        density = torch.exp(-x * x / 2) / math.sqrt(2 * math.pi)
+        return 0.5 * (1 + torch.erf(x / math.sqrt(2))) + x * density
+    c, k = math.sqrt(2 / math.pi), 0.044715
+    t = torch.tanh(c * (x + k * x**3))
+    return 0.5 * (1 + t) + 0.5 * x * (1 - t * t) * c * (1 + 3 * k * x * x)
+
+
+def _plus_delta(y: Tensor, x: Tensor, e: int, projection: str, lora: Lora | None) -> Tensor:
+    """y + scaling * B A x; without LoRA y itself: silu's bits depend on its strides."""
     if lora is None or projection not in lora.a:
-        return 0.0
+        return y
     if lora.dropout:
         raise NotImplementedError("SlowExperts knows no dropout; use the kernels")
     a, b = lora.a[projection][e].float(), lora.b[projection][e].float()
-    return lora.scaling * ((x @ a.T) @ b.T)
+    return y + lora.scaling * ((x @ a.T) @ b.T)
 
 
 def _delta_back(dy, x, e, projection, lora, da, db) -> Tensor | float:

@@ -1,0 +1,46 @@
+"""Safetensors with one 2-D tensor per expert and projection.
+
+    <module>.<expert>.{gate_proj,up_proj,down_proj}.weight     Qwen, DeepSeek, OLMoE and most others
+    <module>.<expert>.{w1,w3,w2}.weight                        Mixtral and its kin: w1 gate, w3 up,
+    w2 down
+
+Shapes: gate and up [I, H], down [H, I].
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from functools import partial
+
+from kt_core.checkpoint import Part, Source, Want
+
+_NAME = re.compile(r"(?P<module>.+)\.(?P<expert>\d+)\.(?P<projection>[a-z_]+\d?)\.weight")
+_PROJECTION = {
+    "gate_proj": "gate",
+    "up_proj": "up",
+    "down_proj": "down",
+    "w1": "gate",
+    "w3": "up",
+    "w2": "down",
+}
+
+
+def scan(source: Source, want: Want) -> Iterator[Part]:
+    """Parts of the per-expert tensors of `source`."""
+    for stored in source.safetensors:
+        match = _NAME.fullmatch(stored.name)
+        if match is None or match["projection"] not in _PROJECTION:
+            continue
+        module = want.module(match["module"])
+        if module is not None:
+            yield Part(
+                module=module,
+                expert=int(match["expert"]),
+                projection=_PROJECTION[match["projection"]],
+                shape=stored.shape,
+                dtype=stored.dtype,
+                tensor=stored.name,
+                file=stored.file,
+                read=partial(stored.handle.get_tensor, stored.name),
+            )

@@ -1,0 +1,297 @@
+"""Loads transformers models with their routed experts in packed CPU memory.
+ One function of transformers is wrapped, `PreTrainedModel._load_pretrained_model`: there the model
+is still on the meta device and the checkpoint files are at hand. Inside `experts_on_cpu` the
+wrapper packs the experts, puts a parameter-free `KTExpertsLinear` in the place of every experts
+module, and lets transformers load the rest; it then never reads an expert tensor. Outside, it
+passes the call on untouched, so stock and KT models live in one process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import transformers
+from transformers.core_model_loading import WeightConverter
+from transformers.modeling_utils import PreTrainedModel
+
+from kt_core import checkpoint, experts, packing, runtime
+from kt_core.layout import ExpertsLayout, find_experts
+from kt_core.module import KTExpertsLinear, Runner, inference_runner
+
+# Weights per scale where the user gives none: int8 is exact enough per 128, int4 needs 32.
+_DEFAULT_GROUP = {"int8": 128, "int4": 32}
+
+_WRAPPED_ARGUMENTS = ["model", "state_dict", "checkpoint_files", "load_config"]
+
+# What transformers does to expert tensors when it loads them, as far as the dialects do the same.
+_KNOWN_CONVERSIONS = {"MergeModulelist", "Concatenate", "Transpose"}
+
+
+@dataclass(frozen=True)
+class LoadSettings:
+    """How experts are kept: weight format, weights per scale (None: the format's default), worker
+    threads (None: all allowed CPUs), NUMA nodes, a directory for the packed file (None: packed into
+    anonymous memory), and the runner of the modules.
+    """
+
+    format: str = "int8"
+    group: int | None = None
+    threads: int | None = None
+    numa_nodes: int | None = None
+    packed_dir: str | Path | None = None
+    runner: Runner = inference_runner
+
+    def __post_init__(self) -> None:
+        formats = sorted({str(kernel["format"]) for kernel in runtime.kernels()})
+        if self.format not in formats:
+            raise ValueError(f"format {self.format!r} is not known; choose one of {formats}")
+        if self.group is not None and self.format not in _DEFAULT_GROUP:
+            raise ValueError(
+                f"group {self.group} has no meaning for format {self.format}; remove it"
+            )
+        if self.numa_nodes not in (None, 1):
+            raise ValueError(
+                f"numa_nodes {self.numa_nodes} is not supported: this version keeps one copy of "
+                "the experts on one "
+                "node; remove the key or set it to 1"
+            )
+
+    @property
+    def weights_per_scale(self) -> int:
+        """The group the packer is told."""
+        return _DEFAULT_GROUP.get(self.format, 0) if self.group is None else self.group
+
+
+_active: ContextVar[LoadSettings | None] = ContextVar("kt_load_settings", default=None)
+
+
+@contextlib.contextmanager
+def experts_on_cpu(settings: LoadSettings) -> Iterator[None]:
+    """Inside, `from_pretrained` of any PreTrainedModel on this thread keeps its routed experts in
+    packed CPU memory.
+
+    A model without experts, or with experts that are not understood, is refused with ValueError.
+    """
+    install()
+    token = _active.set(settings)
+    try:
+        yield
+    finally:
+        _active.reset(token)
+
+
+def load_model(
+    path: str | Path,
+    *,
+    format: str = "int8",
+    group: int | None = None,
+    threads: int | None = None,
+    numa_nodes: int | None = None,
+    packed_dir: str | Path | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    **from_pretrained: Any,
+) -> PreTrainedModel:
+    """A causal language model for inference, its routed experts packed in CPU memory.
+
+    `dtype` is that of all other weights; further keywords go to
+    `AutoModelForCausalLM.from_pretrained`. Raises ValueError, FileNotFoundError or MemoryError, in
+    one sentence, before any weight is read.
+    """
+    device_map = from_pretrained.get("device_map")
+    if isinstance(device_map, str) and device_map in (
+        "auto",
+        "balanced",
+        "balanced_low_0",
+        "sequential",
+    ):
+        raise ValueError(
+            f"device_map={device_map!r} is computed as if the experts were on the devices; give a "
+            "device, such as "
+            "device_map='cpu' or device_map='cuda:0'"
+        )
+    settings = LoadSettings(format, group, threads, numa_nodes, packed_dir)
+    with experts_on_cpu(settings):
+        return transformers.AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, **from_pretrained
+        )
+
+
+_original: Callable[..., Any] | None = None
+
+
+def install() -> None:
+    """Wraps `PreTrainedModel._load_pretrained_model`; a second call does nothing.
+
+    Raises ImportError naming the transformers version if that function is not the one we know.
+    """
+    global _original
+    if _original is not None:
+        return
+    loader = PreTrainedModel.__dict__.get("_load_pretrained_model")
+    known = isinstance(loader, staticmethod) and (
+        list(inspect.signature(loader.__func__).parameters)[: len(_WRAPPED_ARGUMENTS)]
+        == _WRAPPED_ARGUMENTS
+    )
+    if not known:
+        raise ImportError(
+            f"transformers {transformers.__version__} loads models in a way this package does not "
+            "know; install a "
+            "transformers version from constraints.txt"
+        )
+    _original = PreTrainedModel._load_pretrained_model
+    PreTrainedModel._load_pretrained_model = staticmethod(_load_pretrained_model)
+
+
+def uninstall() -> None:
+    """Undoes `install`; models that were loaded keep their experts."""
+    global _original
+    if _original is not None:
+        PreTrainedModel._load_pretrained_model = staticmethod(_original)
+        _original = None
+
+
+def _load_pretrained_model(
+    model: PreTrainedModel,
+    state_dict: Mapping[str, Any] | None,
+    checkpoint_files: list[str] | None,
+    load_config: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    assert _original is not None
+    settings = _active.get()
+    if settings is None:
+        return _original(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
+    if state_dict is not None or not checkpoint_files:
+        raise ValueError(
+            f"{type(model).__name__} is loaded from a state_dict or a GGUF file; experts are "
+            "streamed from safetensors "
+            "only: pass a checkpoint directory"
+        )
+    _check_devices(load_config.device_map)
+    layouts = _layouts(model)
+    if settings.threads is not None:
+        runtime.set_threads(settings.threads)
+    packed = packing.pack(
+        layouts,
+        checkpoint.Source([Path(file) for file in checkpoint_files]),
+        transposed=_transposed(model, load_config.weight_mapping),
+        model=str(load_config.pretrained_model_name_or_path),
+        other_bytes=_other_bytes(model, layouts, load_config.device_map),
+        format=settings.format,
+        group=settings.weights_per_scale,
+        packed_dir=settings.packed_dir,
+    )
+    _swap(model, layouts, packed, settings.runner)
+    info, offload = _original(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
+    want = checkpoint.Want({layout.name: layout.shape for layout in layouts})
+    info.unexpected_keys = {key for key in info.unexpected_keys if not _is_expert(key, want)}
+    model.save_pretrained = _refuse_saving
+    return info, offload
+
+
+def _layouts(model: PreTrainedModel) -> list[ExpertsLayout]:
+    layouts = find_experts(model)
+    if not layouts:
+        raise ValueError(
+            f"{type(model).__name__} has no routed experts that can be kept on the CPU; load it "
+            "without use_kt"
+        )
+    for layout in layouts:
+        if layout.activation not in experts.ACTIVATIONS:
+            raise ValueError(
+                f"{layout.name} uses the activation {layout.activation}, for which there is no "
+                "kernel; load this model "
+                "without use_kt"
+            )
+    return layouts
+
+
+def _swap(
+    model: PreTrainedModel,
+    layouts: list[ExpertsLayout],
+    packed: Mapping[str, experts.Experts],
+    runner: Runner,
+) -> None:
+    for position, layout in enumerate(layouts):
+        parent, _, leaf = layout.name.rpartition(".")
+        index = _layer_index(layout.name, position)
+        module = KTExpertsLinear(packed[layout.name], runner=runner, layer_index=index)
+        setattr(model.get_submodule(parent), leaf, module)
+
+
+def _transposed(model: PreTrainedModel, weight_mapping: list[Any] | None) -> bool:
+    """Whether this model's loader transposes expert tensors. Raises ValueError for a conversion we
+    do not do.
+    """
+    operations = {
+        type(operation).__name__
+        for entry in weight_mapping or []
+        if isinstance(entry, WeightConverter)
+        and any(".experts." in f".{t}" for t in entry.target_patterns)
+        for operation in entry.operations
+    }
+    unknown = sorted(operations - _KNOWN_CONVERSIONS)
+    if unknown:
+        raise ValueError(
+            f"{type(model).__name__} loads its experts through {', '.join(unknown)}, which is not "
+            "supported; load it "
+            "without use_kt"
+        )
+    return "Transpose" in operations
+
+
+def _other_bytes(
+    model: PreTrainedModel, layouts: list[ExpertsLayout], device_map: Mapping[str, Any] | None
+) -> int:
+    """CPU bytes of all weights that are not routed experts."""
+    if device_map and not any(str(device) == "cpu" for device in device_map.values()):
+        return 0
+    names = {layout.name for layout in layouts}
+    return sum(
+        tensor.numel() * tensor.element_size()
+        for name, tensor in model.named_parameters()
+        if name.rpartition(".")[0] not in names
+    )
+
+
+def _check_devices(device_map: Mapping[str, Any] | None) -> None:
+    devices = {str(device) for device in (device_map or {}).values()}
+    if "disk" in devices or ("cpu" in devices and len(devices) > 1):
+        raise ValueError(
+            f"device_map spreads the model over {sorted(devices)}, computed as if the experts were "
+            "on the devices; "
+            "give one device, such as device_map='cpu' or device_map='cuda:0'"
+        )
+
+
+def _is_expert(key: str, want: checkpoint.Want) -> bool:
+    """Whether an unexpected key (stored or renamed) belongs to an experts module that we loaded
+    ourselves.
+    """
+    names = key.split(".")
+    return any(want.module(".".join(names[:n])) for n in range(1, len(names)))
+
+
+def _layer_index(name: str, position: int) -> int:
+    """The decoder layer: the last number in the module's name, else its position among the experts
+    modules.
+    """
+    numbers = re.findall(r"\.(\d+)\.", f".{name}.")
+    return int(numbers[-1]) if numbers else position
+
+
+def _refuse_saving(*args: Any, **kwargs: Any) -> NoReturn:
+    raise ValueError(
+        "this model's routed experts are outside it, so save_pretrained would write a checkpoint "
+        "without them; save the "
+        "adapter (save_pretrained of the PEFT model) and keep the base checkpoint"
+    )

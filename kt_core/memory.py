@@ -1,0 +1,139 @@
+"""What a load will need and what the machine allows, compared before a single weight is read.
+ Limits are read from the places the kernel enforces them: MemAvailable, every memory cgroup (v1 or
+v2) from the process's own up to the root, and RLIMIT_AS. All paths can be injected, so tests bring
+their own /proc and /sys.
+"""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+PROC = Path("/proc")
+CGROUP = Path("/sys/fs/cgroup")
+
+# cgroup v1 writes "no limit" as the largest page-aligned int64; anything above 2**60 bytes means
+# the same.
+_UNLIMITED = 1 << 60
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes a load needs at its peak.
+
+    experts: packed experts, in memory or mapped from the packed file. other: non-expert weights
+    kept on the CPU. staging: what is held for a moment beside them. mapped: checkpoint files that
+    are mapped, which costs address space but no memory that cannot be reclaimed.
+    """
+
+    experts: int
+    other: int
+    staging: int
+    mapped: int
+
+    @property
+    def resident(self) -> int:
+        """Bytes of memory needed."""
+        return self.experts + self.other + self.staging
+
+
+@dataclass(frozen=True)
+class Limit:
+    """One bound: `available` bytes may still be used; `address_space` tells whether mappings count
+    too.
+    """
+
+    name: str
+    available: int
+    address_space: bool = False
+
+
+def limits(proc: Path = PROC, cgroup: Path = CGROUP) -> list[Limit]:
+    """All bounds that apply to this process, unreadable ones are left out."""
+    found = list(_cgroup_limits(proc, cgroup))
+    meminfo = _fields(proc / "meminfo")
+    if "MemAvailable:" in meminfo:
+        found.append(Limit("the machine's MemAvailable", meminfo["MemAvailable:"] * 1024))
+    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if soft != resource.RLIM_INFINITY:
+        pages = int((proc / "self" / "statm").read_text().split()[0])
+        used = pages * resource.getpagesize()
+        found.append(Limit("RLIMIT_AS (ulimit -v)", max(soft - used, 0), address_space=True))
+    return found
+
+
+def check(plan: MemoryPlan, bounds: list[Limit], what: str) -> None:
+    """Raises MemoryError naming needed and available bytes if `plan` exceeds a bound. `what` names
+    the model.
+    """
+    for bound in bounds:
+        needed = plan.resident + (plan.mapped if bound.address_space else 0)
+        if needed > bound.available:
+            raise MemoryError(
+                f"loading {what} needs {needed:,} bytes ({plan.experts:,} packed experts, "
+                f"{plan.other:,} other weights, "
+                f"{plan.staging:,} while loading) but {bound.name} leaves {bound.available:,}; "
+                "choose a smaller format (int8, int4) or raise the limit"
+            )
+
+
+def _cgroup_limits(proc: Path, root: Path) -> Iterator[Limit]:
+    own = proc / "self" / "cgroup"
+    if not own.is_file():
+        return
+    for line in own.read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            yield from _walk(
+                root, path, "memory.max", "memory.current", "inactive_file", "active_file"
+            )
+        elif "memory" in controllers.split(","):
+            yield from _walk(
+                root / "memory",
+                path,
+                "memory.limit_in_bytes",
+                "memory.usage_in_bytes",
+                "total_inactive_file",
+                "total_active_file",
+            )
+
+
+def _walk(
+    mount: Path, path: str, limit_name: str, usage_name: str, *cache_fields: str
+) -> Iterator[Limit]:
+    """Bounds of a group and of its parents. Inside a container the group's path may lie outside the
+    mount: then the mount itself is the group.
+    """
+    group = mount / path.lstrip("/")
+    if ".." in Path(path).parts or not group.is_dir():
+        group = mount
+    while True:
+        limit = _number(group / limit_name)
+        usage = _number(group / usage_name)
+        if limit is not None and usage is not None and limit < _UNLIMITED:
+            stat = _fields(group / "memory.stat")
+            cache = sum(
+                stat.get(field, 0) for field in cache_fields
+            )  # reclaimed before anyone is killed
+            yield Limit(f"the cgroup limit {group / limit_name}", max(limit - usage + cache, 0))
+        if group == mount:
+            return
+        group = group.parent
+
+
+def _number(path: Path) -> int | None:
+    """The integer a file holds; None where the file is absent or says `max`."""
+    if not path.is_file():
+        return None
+    text = path.read_text().strip()
+    return int(text) if text.isdigit() else None
+
+
+def _fields(path: Path) -> dict[str, int]:
+    """`name number ...` lines of a file as a dict; empty where the file is absent."""
+    if not path.is_file():
+        return {}
+    rows = (line.split() for line in path.read_text().splitlines())
+    return {row[0]: int(row[1]) for row in rows if len(row) > 1 and row[1].isdigit()}
