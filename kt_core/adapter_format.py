@@ -1,0 +1,501 @@
+"""The mapping between PEFT adapter directories and per-projection LoRA factors. No peft import; orientation lives here.
+
+In memory (`AdapterData`): for every experts module and projection (gate, up, down) A [E, r, in] and B [E, out, r], for
+every other Linear A [r, in] and B [out, r]; delta W = scaling * B @ A, W being [out, in]; gate, up: in = hidden H,
+out = intermediate I; down: in = I, out = H.
+
+On disk three layouts are read and the first is written:
+  per expert   <path>.experts.{e}.{gate_proj|up_proj|down_proj}.lora_{A|B}.weight, A [r, in], B [out, r]; Mixtral-like
+               models publish w1, w3, w2 instead. This is what stock peft >= 0.20 reads with transformers >= 5.5.4.
+  fused 0.20   <path>.experts.base_layer (gate_up) and <path>.experts (down): A [E*r, in] expert-major, B [out, r*E]
+               expert-minor, as peft's target_parameters writes them
+  fused 0.18   the same with `in` and `out` exchanged, that is, for the transposed weight
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+PROJECTION_KEYS = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+WEIGHTS_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
+_MIXTRAL = {"gate": "w1", "up": "w3", "down": "w2"}
+_MIXTRAL_TYPES = frozenset({"mixtral", "minimax", "minimax_m2", "phimoe", "lfm2_moe"})
+_BY_NAME = {name: p for p, name in [*PROJECTION_KEYS.items(), *_MIXTRAL.items()]}
+_METADATA = "kt"  # our entry among the safetensors metadata: what the standard config cannot say
+_EXPERT = re.compile(
+    r"^(?P<path>.+\.experts)\.(?P<e>\d+)\.(?P<name>\w+)\.lora_(?P<ab>[AB])\.weight$"
+)
+_FUSED = re.compile(r"^(?P<path>.+\.experts)(?P<inner>\.base_layer)?\.lora_(?P<ab>[AB])\.weight$")
+_DENSE = re.compile(r"^(?P<path>.+)\.lora_(?P<ab>[AB])\.weight$")
+
+
+def expert_names(model_type: str) -> dict[str, str]:
+    """Leaf names of the expert projections in published checkpoints of a transformers model type."""
+    return dict(_MIXTRAL if model_type in _MIXTRAL_TYPES else PROJECTION_KEYS)
+
+
+def pattern_value(patterns: Mapping[str, Any] | None, names: Sequence[str], default: Any) -> Any:
+    """peft's rank_pattern / alpha_pattern rule: the first pattern that ends any of `names`, else `default`."""
+    for pattern, value in (patterns or {}).items():
+        if any(re.match(rf"(.*\.)?({pattern})$", name) for name in names):
+            return value
+    return default
+
+
+@dataclass(frozen=True)
+class Factors:
+    """One LoRA: a [r, in], b [out, r] of a Linear, or a [E, r, in], b [E, out, r] of a projection of the experts."""
+
+    a: Tensor
+    b: Tensor
+    scaling: float
+
+    @property
+    def rank(self) -> int:
+        """r, from the tensors."""
+        return self.a.shape[-2]
+
+    @property
+    def alpha(self) -> float:
+        """The lora_alpha that gives `scaling` without rslora."""
+        return self.scaling * self.rank
+
+
+@dataclass(frozen=True)
+class AdapterData:
+    """An adapter in memory; module paths are those of the transformers model, e.g. model.layers.0.mlp.experts."""
+
+    config: Mapping[str, Any]
+    experts: Mapping[str, Mapping[str, Factors]]
+    dense: Mapping[str, Factors]
+    extra: Mapping[str, Tensor] = field(default_factory=dict)  # whole modules saved beside the LoRA
+    dropout: float = 0.0  # of the training run
+
+    @property
+    def projections(self) -> list[str]:
+        """The projections that carry LoRA, in the order gate, up, down."""
+        found = {p for module in self.experts.values() for p in module}
+        return [p for p in PROJECTION_KEYS if p in found]
+
+
+# --------------------------------------------------------------------------------------------------------- reading
+
+
+def read_adapter(directory: str | os.PathLike[str], *, hidden: int | None = None) -> AdapterData:
+    """Reads a PEFT LoRA directory of any of the three layouts.
+
+    `hidden` is the hidden size of the model it is for, needed only where a fused layout cannot be told from its shapes.
+    Raises FileNotFoundError for missing files, ValueError for anything that cannot be applied exactly as it was meant.
+    """
+    directory = Path(directory)
+    for name in (CONFIG_FILE, WEIGHTS_FILE):
+        if not (directory / name).is_file():
+            raise FileNotFoundError(
+                f"{directory} has no {name}; give a directory that PEFT's save_pretrained wrote"
+            )
+    config = json.loads((directory / CONFIG_FILE).read_text())
+    try:
+        with safe_open(directory / WEIGHTS_FILE, "pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {key: file.get_tensor(key) for key in file.keys()}
+    except safetensors.SafetensorError as error:
+        raise ValueError(
+            f"{directory / WEIGHTS_FILE} is damaged ({error}); copy or save the adapter again"
+        ) from error
+    return parse_adapter(tensors, config, metadata, hidden=hidden, where=str(directory))
+
+
+def parse_adapter(
+    tensors: Mapping[str, Tensor],
+    config: Mapping[str, Any],
+    metadata: Mapping[str, str],
+    *,
+    hidden: int | None = None,
+    where: str = "adapter",
+) -> AdapterData:
+    """`read_adapter` on contents that were read already: tensors by PEFT key, the config, the safetensors metadata."""
+    _check_config(config, where)
+    experts: dict[str, dict[str, dict[str, dict[int, Tensor]]]] = {}
+    fused: dict[str, dict[bool, dict[str, Tensor]]] = {}
+    dense: dict[str, dict[str, Tensor]] = {}
+    extra: dict[str, Tensor] = {}
+    for key, tensor in tensors.items():
+        name = key.removeprefix("base_model.model.").replace(".block_sparse_moe.", ".mlp.")
+        if not torch.isfinite(tensor).all():
+            raise ValueError(f"{where}: {key} holds NaN or Inf; use an earlier checkpoint")
+        if (m := _EXPERT.match(name)) and m["name"] in _BY_NAME:
+            module = experts.setdefault(m["path"], {})
+            factors = module.setdefault(_BY_NAME[m["name"]], {"A": {}, "B": {}})
+            factors[m["ab"]][int(m["e"])] = tensor
+        elif m := _FUSED.match(name):
+            fused.setdefault(m["path"], {}).setdefault(bool(m["inner"]), {})[m["ab"]] = tensor
+        elif m := _DENSE.match(name):
+            dense.setdefault(m["path"], {})[m["ab"]] = tensor
+        elif ".lora_" in name:
+            raise ValueError(
+                f"{where}: {key} is a kind of LoRA tensor that is not supported; only lora_A and lora_B of linear "
+                "layers and experts are"
+            )
+        else:
+            extra[name] = tensor
+    stacked = {
+        path: {
+            p: _factors(_stack(factors, f"{where}: {path}.{p}"), config, _virtual(path, p), where)
+            for p, factors in module.items()
+        }
+        for path, module in experts.items()
+    }
+    for path, pairs in fused.items():
+        if path in stacked:
+            raise ValueError(f"{where}: {path} appears per expert and fused; keep one of them")
+        stacked[path] = _unfuse(path, pairs, config, hidden, where)
+    own = json.loads(metadata.get(_METADATA, "{}"))
+    return AdapterData(
+        config=config,
+        experts=_only(stacked, own.get("projections"), where),
+        dense={
+            path: _factors(pair, config, [path, f"{path}.weight"], where)
+            for path, pair in dense.items()
+        },
+        extra=extra,
+        dropout=float(own.get("lora_dropout", config.get("lora_dropout", 0.0))),
+    )
+
+
+def _check_config(config: Mapping[str, Any], where: str) -> None:
+    if config.get("peft_type") != "LORA":
+        raise ValueError(
+            f"{where}: peft_type={config.get('peft_type')!r} is not supported; only LORA is"
+        )
+    for key in (
+        "use_dora",
+        "lora_bias",
+        "use_qalora",
+        "alora_invocation_tokens",
+        "layer_replication",
+    ):
+        if config.get(key):
+            raise ValueError(
+                f"{where}: {key}={config[key]!r} is not supported; train the adapter without it"
+            )
+
+
+def _virtual(path: str, projection: str) -> list[str]:
+    names = {PROJECTION_KEYS[projection], _MIXTRAL[projection]}
+    return [f"{path}{e}.{n}" for e in ("", ".0") for n in sorted(names)] + [path]
+
+
+def _stack(factors: Mapping[str, Mapping[int, Tensor]], what: str) -> dict[str, Tensor]:
+    count = 1 + max(max(by, default=-1) for by in factors.values())
+    out = {}
+    for ab, by in factors.items():
+        missing = [e for e in range(count) if e not in by]
+        if missing:
+            raise ValueError(
+                f"{what}: lora_{ab} of expert {missing[0]} is missing ({len(missing)} of {count} are); "
+                "the file is incomplete, save the adapter again"
+            )
+        shapes = {tuple(t.shape) for t in by.values()}
+        if len(shapes) != 1:
+            raise ValueError(
+                f"{what}: experts differ in the shape of lora_{ab} ({sorted(shapes)}); one rank is needed"
+            )
+        out[ab] = torch.stack([by[e] for e in range(count)])
+    return out
+
+
+def _factors(
+    pair: Mapping[str, Tensor], config: Mapping[str, Any], names: Sequence[str], where: str
+) -> Factors:
+    if set(pair) != {"A", "B"}:
+        raise ValueError(
+            f"{where}: {names[0]} has lora_{''.join(pair)} but not the other factor; save the adapter again"
+        )
+    a, b = pair["A"], pair["B"]
+    rank = int(pattern_value(config.get("rank_pattern"), names, config["r"]))
+    if a.shape[-2] != rank or b.shape[-1] != rank:
+        raise ValueError(
+            f"{where}: {names[0]} has lora_A {tuple(a.shape)} and lora_B {tuple(b.shape)} but the config says rank "
+            f"{rank}; config and weights belong to different adapters"
+        )
+    alpha = pattern_value(config.get("alpha_pattern"), names, config["lora_alpha"])
+    return Factors(a, b, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))
+
+
+def _unfuse(
+    path: str,
+    pairs: Mapping[bool, Mapping[str, Tensor]],
+    config: Mapping[str, Any],
+    hidden: int | None,
+    where: str,
+) -> dict[str, Factors]:
+    """Splits peft's target_parameters layout; pairs by whether they sit at `.base_layer`."""
+    by_parameter: dict[str, Mapping[str, Tensor]] = {}
+    targets = [str(t).rsplit(".", 1)[-1] for t in config.get("target_parameters") or ()]
+    for inner, pair in pairs.items():
+        alone = len(pairs) == 1 and "gate_up_proj" in targets and "down_proj" not in targets
+        by_parameter["gate_up_proj" if inner or alone else "down_proj"] = pair
+    for name, pair in by_parameter.items():
+        if set(pair) != {"A", "B"}:
+            raise ValueError(
+                f"{where}: {path}.{name} has only lora_{''.join(pair)}; save the adapter again"
+            )
+    swapped = _is_018(path, by_parameter, config, hidden, where)
+    out: dict[str, Factors] = {}
+    for name, pair in by_parameter.items():
+        names = [f"{path}.{name}"]
+        rank = int(pattern_value(config.get("rank_pattern"), names, config["r"]))
+        a, b = pair["A"], pair["B"]
+        if a.shape[0] % rank or a.shape[0] != b.shape[1]:
+            raise ValueError(
+                f"{where}: {path}.{name} has lora_A {tuple(a.shape)} and lora_B {tuple(b.shape)}, no whole number of "
+                f"experts of rank {rank}; config and weights belong to different adapters"
+            )
+        count = a.shape[0] // rank
+        a3 = a.reshape(count, rank, -1)
+        b3 = b.reshape(b.shape[0], rank, count).permute(2, 0, 1)
+        if swapped:
+            a3, b3 = b3.transpose(1, 2), a3.transpose(1, 2)
+        parts = {"down": b3} if name == "down_proj" else dict(zip(("gate", "up"), b3.chunk(2, 1)))
+        for p, part in parts.items():
+            pair3 = {"A": a3.contiguous(), "B": part.contiguous()}
+            out[p] = _factors(pair3, config, names, where)
+    return out
+
+
+def _is_018(
+    path: str,
+    pairs: Mapping[str, Mapping[str, Tensor]],
+    config: Mapping[str, Any],
+    hidden: int | None,
+    where: str,
+) -> bool:
+    """Whether a fused adapter is for the transposed weight, as peft 0.18 wrote it; see the module text."""
+    possible = set()
+    for swapped in (False, True):
+        sizes = set()
+        for name, pair in pairs.items():
+            fan_in, fan_out = pair["A"].shape[1], pair["B"].shape[0]
+            if swapped:
+                fan_in, fan_out = fan_out, fan_in
+            # (hidden, intermediate) by what this reading would mean; halves keep odd sizes apart
+            sizes.add((fan_in, fan_out / 2) if name == "gate_up_proj" else (fan_out, fan_in))
+        if len(sizes) == 1 and (hidden is None or sizes.pop()[0] == hidden):
+            possible.add(swapped)
+    if not possible:
+        raise ValueError(
+            f"{where}: the fused factors of {path} fit no layout of peft 0.18 or 0.20"
+            + (f" with hidden size {hidden}" if hidden else "")
+            + "; load the adapter on the model it was trained on"
+        )
+    if len(possible) == 1:
+        return possible.pop()
+    version = re.match(r"(\d+)\.(\d+)", str(config.get("peft_version", "")))
+    if version is None:
+        raise ValueError(
+            f"{where}: the fused factors of {path} fit the layouts of peft 0.18 and of peft 0.20 and the config names no "
+            "peft_version; save the adapter again with peft >= 0.20"
+        )
+    return (int(version[1]), int(version[2])) < FUSED_020_SINCE
+
+
+FUSED_020_SINCE = (0, 20)  # first peft version that writes the untransposed fused layout
+
+
+def _only(
+    experts: dict[str, dict[str, Factors]], projections: list[str] | None, where: str
+) -> dict[str, dict[str, Factors]]:
+    """Without the zero factors that `write_adapter` adds so that stock peft can load a subset of projections."""
+    if projections is None:
+        return experts
+    for path, module in experts.items():
+        for p in [p for p in module if p not in projections]:
+            if module[p].a.any() or module[p].b.any():
+                raise ValueError(
+                    f"{where}: {path}.{PROJECTION_KEYS[p]} is not zero although only {', '.join(projections)} were "
+                    "trained; the file was changed, save the adapter again"
+                )
+            del module[p]
+    return experts
+
+
+# --------------------------------------------------------------------------------------------------------- writing
+
+
+def write_adapter(
+    directory: str | os.PathLike[str],
+    data: AdapterData,
+    *,
+    model_type: str,
+    linear_paths: Sequence[str],
+) -> None:
+    """Writes `data` in the standard per-expert layout: adapter_model.safetensors and adapter_config.json.
+
+    `linear_paths` are the paths of all Linear modules of the base model, adapted or not; targets are written by leaf
+    name where that picks exactly the adapted ones. Raises ValueError for what stock peft cannot express. Writes straight
+    into `directory`; the caller writes to a temporary place, verifies and renames.
+    """
+    directory = Path(directory)
+    names = expert_names(model_type)
+    config, own = standard_config(data, names, linear_paths)
+    metadata = {"format": "pt", _METADATA: json.dumps(own)}
+    tensors = standard_tensors(data, names)
+    safetensors.torch.save_file(tensors, directory / WEIGHTS_FILE, metadata=metadata)
+    (directory / CONFIG_FILE).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def standard_tensors(data: AdapterData, names: Mapping[str, str]) -> dict[str, Tensor]:
+    """Tensors by PEFT key, per expert; projections that stock peft needs beside the trained ones are zero."""
+    out = {f"base_model.model.{k}": v.contiguous() for k, v in data.extra.items()}
+    for path, f in data.dense.items():
+        out[f"base_model.model.{path}.lora_A.weight"] = f.a.contiguous()
+        out[f"base_model.model.{path}.lora_B.weight"] = f.b.contiguous()
+    for path, module in data.experts.items():
+        for p, f in _completed(module).items():
+            for e in range(f.a.shape[0]):
+                key = f"base_model.model.{path}.{e}.{names[p]}"
+                out[f"{key}.lora_A.weight"] = f.a[e].clone()
+                out[f"{key}.lora_B.weight"] = f.b[e].clone()
+    return out
+
+
+def _completed(module: Mapping[str, Factors]) -> dict[str, Factors]:
+    """Stock peft fuses gate with up and expects down beside them; what was not trained is added as zeros."""
+    full = dict(module)
+    if {"gate", "up"} & set(module):
+        known = module["gate"] if "gate" in module else module["up"]
+        for p in ("gate", "up"):
+            full.setdefault(
+                p, Factors(torch.zeros_like(known.a), torch.zeros_like(known.b), known.scaling)
+            )
+        (count, rank, hidden), intermediate = known.a.shape, known.b.shape[1]
+        a, b = known.a.new_zeros(count, rank, intermediate), known.b.new_zeros(count, hidden, rank)
+        full.setdefault("down", Factors(a, b, known.scaling))
+    return full
+
+
+def standard_config(
+    data: AdapterData, names: Mapping[str, str], linear_paths: Sequence[str]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """adapter_config.json with which stock peft puts exactly these factors in place, and our own metadata.
+
+    Stock peft replaces targets named like expert projections by the fused expert parameters, for shared experts and
+    dense MLPs too, so those are targeted as parameters (`shared_expert.gate_proj.weight`), which has the same keys. It
+    doubles r and alpha for the fused gate and up, so r and alpha of the config are the experts'. Fused parameters take
+    no dropout, and rslora would come out wrong by sqrt 2, so the scale is written as an ordinary alpha.
+    """
+    modules = [_completed(m) for m in data.experts.values()]
+    shape = {p: (f.rank, f.alpha) for m in modules[:1] for p, f in m.items()}
+    for m in modules[1:]:
+        if {p: (f.rank, f.alpha) for p, f in m.items()} != shape:
+            raise ValueError(
+                "expert LoRA differs in rank, alpha or projections between layers, which a standard PEFT adapter "
+                "cannot hold"
+            )
+    if "gate" in shape and shape["gate"] != shape["up"]:
+        raise ValueError(
+            f"gate_proj and up_proj differ in (rank, alpha) {shape['gate']} and {shape['up']}, which a standard PEFT "
+            "adapter cannot hold"
+        )
+    by_path = {path: (f.rank, f.alpha) for path, f in data.dense.items()}
+    default = shape.get("gate") or shape.get("down") or _commonest(list(by_path.values()))
+    patterns: dict[str, tuple[int, float]] = {}
+    if "down" in shape and shape["down"] != default:
+        patterns[r"experts\.down_proj"] = shape["down"]
+    fused_names = set(PROJECTION_KEYS.values()) | set(names.values())
+    targets, parameters = set(), set()
+    for target, paths in _grouped(list(by_path), linear_paths, fused_names).items():
+        as_parameter = target.rsplit(".", 1)[-1] in fused_names
+        (parameters if as_parameter else targets).add(
+            f"{target}.weight" if as_parameter else target
+        )
+        suffix = r"\.weight" if as_parameter else ""
+        values = {by_path[p] for p in paths}
+        if len(values) == 1 and values != {default}:
+            patterns[re.escape(target) + suffix] = values.pop()
+        elif len(values) > 1:
+            patterns.update({re.escape(p) + suffix: by_path[p] for p in paths})
+    targets |= {names[p] for p in shape}
+    config = dict(data.config)
+    config.update(
+        r=default[0],
+        lora_alpha=_plain(default[1]),
+        rank_pattern={k: r for k, (r, _) in patterns.items() if r != default[0]},
+        alpha_pattern={k: _plain(a) for k, (_, a) in patterns.items() if a != default[1]},
+        use_rslora=False,
+        target_modules=sorted(targets),
+        target_parameters=sorted(parameters) or None,
+        exclude_modules=None,
+        layers_to_transform=None,
+        layers_pattern=None,
+        lora_dropout=0.0 if shape or parameters else data.dropout,
+        inference_mode=True,
+    )
+    return config, {"projections": data.projections, "lora_dropout": data.dropout}
+
+
+def training_config(data: AdapterData) -> dict[str, Any]:
+    """The LoraConfig fields with which peft on a model with CPU experts puts exactly these factors in place."""
+    shape = {p: (f.rank, f.alpha) for m in data.experts.values() for p, f in m.items()}
+    values = {path: (f.rank, f.alpha) for path, f in data.dense.items()}
+    default = _commonest([*values.values(), *shape.values()])
+    keyed = {re.escape(path): value for path, value in values.items()}
+    keyed |= {rf"experts\.{PROJECTION_KEYS[p]}": value for p, value in shape.items()}
+    return {
+        "r": default[0],
+        "lora_alpha": _plain(default[1]),
+        "rank_pattern": {k: r for k, (r, _) in keyed.items() if r != default[0]},
+        "alpha_pattern": {k: _plain(a) for k, (_, a) in keyed.items() if a != default[1]},
+        "use_rslora": False,
+        "lora_dropout": data.dropout,
+        "target_modules": set(values) | {f"experts.{PROJECTION_KEYS[p]}" for p in shape},
+        "target_parameters": None,
+        "exclude_modules": None,
+        "layers_to_transform": None,
+        "layers_pattern": None,
+    }
+
+
+def _grouped(
+    adapted: list[str], linear_paths: Sequence[str], fused_names: set[str]
+) -> dict[str, list[str]]:
+    """The shortest targets that pick exactly `adapted`: leaf names, then names with their parent, then whole paths.
+
+    Names in `fused_names` are never written bare, because stock peft gives those another meaning.
+    """
+    out: dict[str, list[str]] = {}
+    everything = set(linear_paths) | set(adapted)
+    rest = list(adapted)
+    for depth in (1, 2):
+        groups: dict[str, list[str]] = {}
+        for path in rest:
+            groups.setdefault(".".join(path.split(".")[-depth:]), []).append(path)
+        for target, paths in groups.items():
+            hit = {p for p in everything if p == target or p.endswith(f".{target}")}
+            if hit == set(paths) and target not in fused_names:
+                out[target] = paths
+        rest = [p for p in rest if not any(p in paths for paths in out.values())]
+    return out | {path: [path] for path in rest}
+
+
+def _commonest(values: list[tuple[int, float]]) -> tuple[int, float]:
+    if not values:
+        raise ValueError("the adapter holds no LoRA tensor; check its target_modules")
+    return max(values, key=values.count)
+
+
+def _plain(alpha: float) -> float | int:
+    rounded = round(alpha)
+    return rounded if math.isclose(alpha, rounded, rel_tol=1e-12) else alpha

@@ -1,0 +1,236 @@
+"""The experts as a differentiable torch operator.
+
+`kt::experts_forward` and `kt::experts_backward` are ordinary `torch.library` custom operators, so that dispatch modes
+see them: selective checkpointing keeps the *outputs* of an operator, which is why the saved gate and up
+pre-activations are an output and not a context attribute. `Experts` objects are named by an integer handle; the
+registry holds weak references only. Nothing else survives a call, so forwards and backwards may come in any order.
+
+Shapes: x [T, H]; top_k_index, top_k_weights [T, K]; lora A tensors [E, r, in] then B tensors [E, out, r] in the order
+of `projections`; out [T, H]; saved [T*K, 2, I], or [0] when nothing is saved.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kt_core.experts import PROJECTIONS, Experts, Lora
+from kt_core.module import Runner
+from kt_sft import staging
+
+_next_handle = itertools.count(1)
+_by_handle: weakref.WeakValueDictionary[int, Experts] = weakref.WeakValueDictionary()
+_handles: weakref.WeakKeyDictionary[Experts, int] = weakref.WeakKeyDictionary()
+
+
+def handle_of(experts: Experts) -> int:
+    """The number by which the operators know `experts`; valid while somebody holds the object."""
+    handle = _handles.get(experts)
+    if handle is None:
+        handle = _handles[experts] = next(_next_handle)
+        _by_handle[handle] = experts
+    return handle
+
+
+def _lookup(handle: int) -> Experts:
+    experts = _by_handle.get(handle)
+    if experts is None:
+        raise RuntimeError(
+            f"expert handle {handle} belongs to a model that is gone; keep the model until backward has run"
+        )
+    return experts
+
+
+def runner(activation: str) -> Runner:
+    """The `Runner` that trains through the operators; activation "retain" or "recompute" (see KTConfig)."""
+    return {"retain": _retain, "recompute": _recompute}[activation]
+
+
+def _retain(
+    experts: Experts, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, lora: Lora | None
+) -> Tensor:
+    return _run(experts, x, top_k_index, top_k_weights, lora, retain=True)
+
+
+def _recompute(
+    experts: Experts, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, lora: Lora | None
+) -> Tensor:
+    return _run(experts, x, top_k_index, top_k_weights, lora, retain=False)
+
+
+def _run(
+    experts: Experts,
+    x: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    lora: Lora | None,
+    *,
+    retain: bool,
+) -> Tensor:
+    names = [] if lora is None else [p for p in PROJECTIONS if p in lora.a]
+    factors = [] if lora is None else [*(lora.a[p] for p in names), *(lora.b[p] for p in names)]
+    needs_grad = torch.is_grad_enabled() and any(
+        t.requires_grad for t in (x, top_k_weights, *factors)
+    )
+    out, _ = torch.ops.kt.experts_forward(
+        x,
+        top_k_index,
+        top_k_weights,
+        factors,
+        handle_of(experts),
+        ",".join(names),
+        1.0 if lora is None else lora.scaling,
+        0.0 if lora is None else lora.dropout,
+        0 if lora is None else lora.seed,
+        retain and needs_grad,
+    )
+    return out
+
+
+@torch.library.custom_op("kt::experts_forward", mutates_args=())
+def experts_forward(
+    x: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    lora: Sequence[Tensor],
+    handle: int,
+    projections: str,
+    scaling: float,
+    dropout: float,
+    seed: int,
+    save: bool,
+) -> tuple[Tensor, Tensor]:
+    """Forward of one layer's experts; see the module text for shapes. Any device; computed on the CPU."""
+    experts = _lookup(handle)
+    hx, hi, hw, *factors = staging.to_host([_computable(x), top_k_index, top_k_weights, *lora])
+    out, saved = experts.forward(
+        hx, hi, hw, _lora(factors, projections, scaling, dropout, seed), save=save
+    )
+    kept = torch.empty(0) if saved is None else saved
+    # Saved activations stay in CPU memory: they are read there again, and GPU memory is what we are short of.
+    return staging.to_device(out, x), kept
+
+
+@torch.library.custom_op("kt::experts_backward", mutates_args=())
+def experts_backward(
+    grad_out: Tensor,
+    x: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    lora: Sequence[Tensor],
+    saved: Tensor,
+    handle: int,
+    projections: str,
+    scaling: float,
+    dropout: float,
+    seed: int,
+) -> list[Tensor]:
+    """Gradients of x, top_k_weights and every LoRA tensor, in the dtypes and on the devices of their inputs."""
+    experts = _lookup(handle)
+    hg, hx, hi, hw, *factors = staging.to_host(
+        [_computable(grad_out), _computable(x), top_k_index, top_k_weights, *lora]
+    )
+    grads = experts.backward(
+        hg,
+        hx,
+        hi,
+        hw,
+        _lora(factors, projections, scaling, dropout, seed),
+        saved if saved.numel() else None,
+    )
+    if grads.dx is None or grads.dw is None:
+        raise RuntimeError(f"{experts.name}: the backward kernel returned no gradient of its input")
+    names = _names(projections)
+    results = [grads.dx, grads.dw, *(grads.a[p] for p in names), *(grads.b[p] for p in names)]
+    return [
+        staging.to_device(g, t) for g, t in zip(results, [x, top_k_weights, *lora], strict=True)
+    ]
+
+
+def _names(projections: str) -> list[str]:
+    return projections.split(",") if projections else []
+
+
+def _lora(
+    factors: list[Tensor], projections: str, scaling: float, dropout: float, seed: int
+) -> Lora | None:
+    names = _names(projections)
+    if not names:
+        return None
+    a, b = factors[: len(names)], factors[len(names) :]
+    return Lora(
+        dict(zip(names, a, strict=True)), dict(zip(names, b, strict=True)), scaling, dropout, seed
+    )
+
+
+def _computable(x: Tensor) -> Tensor:
+    return x if x.dtype in (torch.bfloat16, torch.float32) else x.to(torch.float32)
+
+
+@experts_forward.register_fake
+def _(
+    x: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    lora: Sequence[Tensor],
+    handle: int,
+    projections: str,
+    scaling: float,
+    dropout: float,
+    seed: int,
+    save: bool,
+) -> tuple[Tensor, Tensor]:
+    rows = (top_k_index.numel(), 2, _lookup(handle).intermediate) if save else (0,)
+    return torch.empty_like(x), torch.empty(
+        rows, dtype=torch.bfloat16 if save else torch.float32, device="cpu"
+    )
+
+
+@experts_backward.register_fake
+def _(
+    grad_out: Tensor,
+    x: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    lora: Sequence[Tensor],
+    saved: Tensor,
+    handle: int,
+    projections: str,
+    scaling: float,
+    dropout: float,
+    seed: int,
+) -> list[Tensor]:
+    return [torch.empty_like(t) for t in (x, top_k_weights, *lora)]
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, top_k_index, top_k_weights, lora, *constants = inputs
+    ctx.constants = constants[:-1]
+    ctx.save_for_backward(x, top_k_index, top_k_weights, output[1], *lora)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, grad_out: Tensor | None, _grad_saved: Tensor | None) -> tuple[Any, ...]:
+    x, top_k_index, top_k_weights, saved, *lora = ctx.saved_tensors
+    unused = (None,) * 6
+    if grad_out is None:
+        return None, None, None, [None] * len(lora), *unused
+    dx, dw, *dlora = torch.ops.kt.experts_backward(
+        grad_out, x, top_k_index, top_k_weights, lora, saved, *ctx.constants
+    )
+    need_x, _, need_w, need_lora = ctx.needs_input_grad[:4]
+    return (
+        dx if need_x else None,
+        None,
+        dw if need_w else None,
+        [g if need else None for g, need in zip(dlora, need_lora, strict=True)],
+        *unused,
+    )
+
+
+torch.library.register_autograd("kt::experts_forward", _backward, setup_context=_setup_context)

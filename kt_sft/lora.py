@@ -1,0 +1,212 @@
+"""LoRA on the routed experts of one layer: a peft LoraLayer with ordinary parameters.
+
+For each adapter and projection there are two parameters, A [E, r, in] and B [E, out, r] (E experts, r rank; gate and
+up: in = hidden, out = intermediate; down the other way round), named like
+
+    model.layers.0.mlp.experts.lora_A.default.gate_proj
+
+so that peft, the optimizer, clipping, FSDP2 and `disable_adapter` treat them as any LoRA parameter. They are read
+afresh at every call: FSDP2 frees and refills them between forward and backward.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import warnings
+from typing import Any
+
+import torch
+from peft import LoraConfig
+from peft.tuners.lora.layer import LoraLayer
+from torch import Tensor, nn
+
+from kt_core.adapter_format import PROJECTION_KEYS
+from kt_core.experts import Lora
+from kt_core.module import KTExpertsLinear
+from kt_sft.targets import plan_of
+
+# Variants of LoRA that the kernels do not compute. peft >= 0.19 also marks such fields itself ("is_lora_variant").
+_REFUSED = (
+    "use_dora",
+    "lora_bias",
+    "use_qalora",
+    "alora_invocation_tokens",
+    "arrow_config",
+    "fan_in_fan_out",
+    "layer_replication",
+)
+_INITS = (True, False, "gaussian")
+
+
+class ExpertFactors(nn.Module):
+    """The A or B tensors of one adapter: a parameter per projection, named gate_proj, up_proj, down_proj."""
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        super().__init__()
+        for name, tensor in tensors.items():
+            self.register_parameter(name, nn.Parameter(tensor))
+
+    def by_projection(self) -> dict[str, Tensor]:
+        """Parameters by projection (gate, up, down), as they are at this moment."""
+        held = self._parameters
+        return {p: held[key] for p, key in PROJECTION_KEYS.items() if held.get(key) is not None}  # type: ignore[misc]
+
+
+class KTExpertsLoraLinear(nn.Module, LoraLayer):
+    """LoRA around a KTExpertsLinear; created by peft. Called like transformers' fused experts."""
+
+    def __init__(
+        self,
+        base_layer: KTExpertsLinear,
+        adapter_name: str,
+        r: int = 0,
+        lora_alpha: float = 1,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__()
+        with warnings.catch_warnings():
+            # peft < 0.19 warns of a base layer whose features it cannot tell
+            warnings.filterwarnings("ignore", message="Unsupported layer type")
+            LoraLayer.__init__(self, base_layer, ephemeral_gpu_offload=False)
+        self._active_adapter = adapter_name
+        self.update_layer(adapter_name, r, lora_alpha)
+
+    def _get_in_out_features(self, module: nn.Module) -> tuple[int, int]:
+        base = self.get_base_layer()
+        return base.hidden_dim, base.hidden_dim
+
+    def update_layer(self, adapter_name: str, r: int, lora_alpha: float, **kwargs: Any) -> None:
+        """Adds or replaces the factors of `adapter_name`; ranks and alphas are those of the current plan."""
+        base = self.get_base_layer()
+        plan = plan_of(base)
+        config = plan.config
+        check_supported(config)
+        self.r[adapter_name], self.lora_alpha[adapter_name] = r, lora_alpha
+        self.use_rslora[adapter_name], self.use_dora[adapter_name] = config.use_rslora, False
+        self.lora_bias[adapter_name] = False
+        p = config.lora_dropout
+        self.lora_dropout[adapter_name] = nn.Dropout(p) if p > 0.0 else nn.Identity()
+        a, b, scaling = {}, {}, {}
+        for projection, rank in plan.rank.items():
+            fan_in, fan_out = base.hidden_dim, base.intermediate_dim
+            if projection == "down":
+                fan_in, fan_out = fan_out, fan_in
+            key = PROJECTION_KEYS[projection]
+            a[key] = torch.empty(base.num_experts, rank, fan_in)
+            b[key] = torch.zeros(base.num_experts, fan_out, rank)
+            _initialise(a[key], b[key], config.init_lora_weights)
+            alpha = plan.alpha[projection]
+            scaling[projection] = alpha / (math.sqrt(rank) if config.use_rslora else rank)
+        # peft's contract is one number per adapter; a projection whose own differs is scaled through B at the call
+        self.scaling[adapter_name] = next(iter(scaling.values()))
+        self._caches[f"scaling.{adapter_name}"] = scaling
+        self.lora_A[adapter_name] = ExpertFactors(a)
+        self.lora_B[adapter_name] = ExpertFactors(b)
+        self.set_adapter(self.active_adapters)
+        if config.inference_mode:
+            for factors in (self.lora_A[adapter_name], self.lora_B[adapter_name]):
+                factors.requires_grad_(False)
+
+    def projection_scaling(self, adapter_name: str) -> dict[str, float]:
+        """alpha / r (rslora: alpha / sqrt r) by projection."""
+        first = self._caches[f"scaling.{adapter_name}"]
+        # set_scale / scale_layer of peft change the adapter's one number; keep the ratios
+        ratio = self.scaling[adapter_name] / next(iter(first.values()))
+        return {p: s * ratio for p, s in first.items()}
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """hidden_states [..., H], top_k_index and top_k_weights [..., K] -> [..., H]."""
+        base = self.get_base_layer()
+        active = [name for name in self.active_adapters if name in self.lora_A]
+        if self.disable_adapters or not active:
+            return base(hidden_states, top_k_index, top_k_weights)
+        k = top_k_index.shape[-1]
+        out = base.runner(
+            base.experts,
+            hidden_states.reshape(-1, base.hidden_dim),
+            top_k_index.reshape(-1, k),
+            top_k_weights.reshape(-1, k),
+            self._lora(active),
+        )
+        return out.view(hidden_states.shape)
+
+    def _lora(self, active: list[str]) -> Lora:
+        dropout, seed = self._dropout(active)
+        parts = [
+            (
+                self.lora_A[n].by_projection(),
+                self.lora_B[n].by_projection(),
+                self.projection_scaling(n),
+            )
+            for n in active
+        ]
+        scales = {s for _, _, scaling in parts for s in scaling.values()}
+        if len(parts) == 1 and len(scales) == 1:
+            a, b, _ = parts[0]
+            return Lora(a, b, scales.pop(), dropout, seed)
+        # Several adapters, or projections of different scale: one LoRA of summed rank, scales folded into B.
+        a, b = {}, {}
+        for p in PROJECTION_KEYS:
+            having = [(fa[p], fb[p] * scaling[p]) for fa, fb, scaling in parts if p in fa]
+            if having:
+                a[p] = torch.cat([x for x, _ in having], dim=1)
+                b[p] = torch.cat([x for _, x in having], dim=2)
+        return Lora(a, b, 1.0, dropout, seed)
+
+    def _dropout(self, active: list[str]) -> tuple[float, int]:
+        rates = {
+            d.p if isinstance(d := self.lora_dropout[n], nn.Dropout) and d.training else 0.0
+            for n in active
+        }
+        if len(rates) != 1:
+            raise ValueError(
+                f"adapters {', '.join(active)} have different lora_dropout {sorted(rates)}; make them equal to use them "
+                "together"
+            )
+        rate = rates.pop()
+        if rate == 0.0:
+            return 0.0, 0
+        # Drawn from torch's generator, so that a checkpoint's recomputation, which restores it, drops the same.
+        drawn = int(torch.randint(0, 2**62, ()).item())
+        layer = self.get_base_layer().layer_index
+        return rate, (drawn ^ (layer * 0x9E3779B97F4A7C15)) & (2**63 - 1)
+
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        """Not possible in packed weights; raises ValueError with the way that is."""
+        raise ValueError(
+            "packed expert weights cannot take a LoRA delta; save the adapter and merge it into the checkpoint with "
+            "kt_core.adapter.merge(model_dir, adapter_dir, out_dir)"
+        )
+
+    def unmerge(self) -> None:
+        """Nothing is ever merged here."""
+
+
+def check_supported(config: LoraConfig) -> None:
+    """Raises ValueError naming the first LoRA option that the expert kernels do not compute."""
+    for field in dataclasses.fields(config):
+        value = vars(config)[field.name]
+        if (field.name in _REFUSED or field.metadata.get("is_lora_variant")) and value:
+            raise ValueError(
+                f"{field.name}={value!r} is not supported on experts in CPU memory; remove it, or take the experts out "
+                "of the LoRA targets"
+            )
+    if not any(config.init_lora_weights is i or config.init_lora_weights == i for i in _INITS):
+        raise ValueError(
+            f"init_lora_weights={config.init_lora_weights!r} is not supported on experts in CPU memory; use True, "
+            "False or gaussian"
+        )
+
+
+def _initialise(a: Tensor, b: Tensor, init: bool | str) -> None:
+    """As peft does for a Linear: A uniform in +-1/sqrt(in), B zero; gaussian: A normal with deviation 1/r; False: B
+    uniform too. a [E, r, in], b [E, out, r]; meta tensors stay as they are."""
+    if a.device.type == "meta":
+        return
+    if init == "gaussian":
+        nn.init.normal_(a, std=1 / a.shape[1])
+        return
+    nn.init.uniform_(a, -1 / math.sqrt(a.shape[2]), 1 / math.sqrt(a.shape[2]))
+    if init is False:
+        nn.init.uniform_(b, -1 / math.sqrt(b.shape[2]), 1 / math.sqrt(b.shape[2]))

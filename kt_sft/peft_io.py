@@ -1,0 +1,390 @@
+"""What peft does differently on a model with CPU experts: injecting, saving and loading an adapter.
+
+Each function here takes the place of a peft method (see plugin.py) and hands every other model to the original.
+
+Saving is one transaction: tensors are checked against the model's trained parameters, written in the standard layout
+to a temporary directory, read back and compared bit for bit, then renamed. Loading uses every tensor or raises.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel
+from peft.utils.save_and_load import (
+    get_peft_model_state_dict,
+    load_peft_weights,
+    set_peft_model_state_dict,
+)
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from kt_core.adapter_format import (
+    CONFIG_FILE,
+    PROJECTION_KEYS,
+    WEIGHTS_FILE,
+    AdapterData,
+    Factors,
+    expert_names,
+    parse_adapter,
+    read_adapter,
+    standard_tensors,
+    training_config,
+    write_adapter,
+)
+from kt_core.module import KTExpertsLinear
+from kt_sft import targets
+from kt_sft.lora import KTExpertsLoraLinear, check_supported
+
+log = logging.getLogger("kt")
+_PREFIX = "base_model.model."
+
+
+def has_experts(model: nn.Module) -> bool:
+    """Whether `model` holds experts in CPU memory."""
+    return any(isinstance(m, KTExpertsLinear) for m in model.modules())
+
+
+def inject_adapter(
+    original: Callable[..., None], self: Any, model: nn.Module, adapter_name: str, *args: Any, **kw: Any
+) -> None:
+    """LoraModel.inject_adapter: finds the expert projections that the config targets."""
+    if not has_experts(model):
+        return original(self, model, adapter_name, *args, **kw)
+    config = self.peft_config[adapter_name]
+    plans = targets.resolve(config, model, targets.model_type_of(model))
+    if plans:
+        check_supported(config)
+        config._register_custom_module({KTExpertsLinear: KTExpertsLoraLinear})
+    with targets.injecting(plans):
+        original(self, model, adapter_name, *args, **kw)
+
+
+# ---------------------------------------------------------------------------------------------------------- saving
+
+
+def save_pretrained(
+    original: Callable[..., None],
+    self: PeftModel,
+    save_directory: str | os.PathLike[str],
+    safe_serialization: bool = True,
+    selected_adapters: list[str] | None = None,
+    save_embedding_layers: str | bool = "auto",
+    is_main_process: bool = True,
+    path_initial_model_for_weight_conversion: str | None = None,
+    **kw: Any,
+) -> None:
+    """PeftModel.save_pretrained: the standard per-expert layout, verified; see the module text.
+
+    On every rank of a sharded model: either pass a gathered `state_dict`, or call it on all ranks.
+    """
+    if not has_experts(self):
+        return original(
+            self,
+            save_directory,
+            safe_serialization,
+            selected_adapters,
+            save_embedding_layers,
+            is_main_process,
+            path_initial_model_for_weight_conversion,
+            **kw,
+        )
+    for key, value, fix in (
+        ("safe_serialization", not safe_serialization, "leave it True"),
+        ("path_initial_model_for_weight_conversion", path_initial_model_for_weight_conversion, "leave it out"),
+    ):
+        if value:
+            raise ValueError(f"{key} is not supported on a model with experts in CPU memory; {fix}")
+    names = list(self.peft_config) if selected_adapters is None else selected_adapters
+    if unknown := [n for n in names if n not in self.peft_config]:
+        raise ValueError(
+            f"adapter {unknown[0]!r} does not exist; this model has {', '.join(self.peft_config)}"
+        )
+    for name in names:
+        tensors = get_peft_model_state_dict(
+            self,
+            state_dict=kw.get("state_dict"),
+            adapter_name=name,
+            save_embedding_layers=save_embedding_layers,
+        )
+        tensors = {k: _whole(t) for k, t in tensors.items()}  # collective where tensors are sharded
+        if is_main_process:
+            target = Path(save_directory) / (name if name != "default" else "")
+            _save_one(self, name, tensors, target)
+    if is_main_process:
+        self.create_or_update_model_card(os.fspath(save_directory))
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """The full CPU tensor of a sharded parameter (all ranks must call), or the tensor itself on the CPU."""
+    if isinstance(tensor, torch.distributed.tensor.DTensor):
+        tensor = tensor.full_tensor()
+    return tensor.detach().cpu()
+
+
+def _save_one(model: PeftModel, name: str, tensors: Mapping[str, Tensor], target: Path) -> None:
+    manifest = _trained_shapes(model, name)
+    for key, shape in manifest.items():
+        if key not in tensors:
+            raise RuntimeError(
+                f"{key} was trained but is not in the state dict to be saved ({len(tensors)} tensors); under a sharded "
+                "model pass the gathered state_dict or call save_pretrained on every rank"
+            )
+        if tuple(tensors[key].shape) != shape:
+            raise RuntimeError(
+                f"{key} has shape {tuple(tensors[key].shape)} in the state dict but {shape} in the model: one rank's "
+                "shard; pass the gathered state_dict"
+            )
+    data = _collect(model, name, tensors)
+    base = model.get_base_model()
+    model_type = targets.model_type_of(base)
+    target.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=".kt-saving-", dir=target))
+    try:
+        write_adapter(temporary, data, model_type=model_type, linear_paths=_linear_paths(base))
+        _verify(temporary, data, model_type)
+        for file in (WEIGHTS_FILE, CONFIG_FILE):
+            _sync(temporary / file)
+            os.replace(temporary / file, target / file)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    _report(model_type, target, sum(tensors[k].numel() for k in manifest), len(manifest))
+
+
+def _trained_shapes(model: PeftModel, name: str) -> dict[str, tuple[int, ...]]:
+    """Global shapes of every parameter of adapter `name`, by the key get_peft_model_state_dict gives it."""
+    state = {k: p for k, p in model.named_parameters() if "lora_" in k or "modules_to_save" in k}
+    keys = get_peft_model_state_dict(model, state_dict=state, adapter_name=name, save_embedding_layers=False)
+    return {k: tuple(p.shape) for k, p in keys.items()}
+
+
+def _collect(model: PeftModel, name: str, tensors: Mapping[str, Tensor]) -> AdapterData:
+    """The adapter as AdapterData, from peft's state dict and the scales that the layers use."""
+    from peft.tuners.lora.layer import LoraLayer
+
+    rest = dict(tensors)
+    experts: dict[str, dict[str, Factors]] = {}
+    dense: dict[str, Factors] = {}
+    for path, module in model.get_base_model().named_modules():
+        if not isinstance(module, LoraLayer) or name not in module.scaling:
+            continue
+        key = f"{_PREFIX}{path}"
+        if isinstance(module, KTExpertsLoraLinear):
+            experts[path] = {
+                p: Factors(
+                    rest.pop(f"{key}.lora_A.{PROJECTION_KEYS[p]}"),
+                    rest.pop(f"{key}.lora_B.{PROJECTION_KEYS[p]}"),
+                    scale,
+                )
+                for p, scale in module.projection_scaling(name).items()
+            }
+        elif f"{key}.lora_A.weight" in rest:
+            a, b = rest.pop(f"{key}.lora_A.weight"), rest.pop(f"{key}.lora_B.weight")
+            dense[path] = Factors(a, b, module.scaling[name])
+    if lost := [k for k in rest if ".lora_" in k]:
+        raise ValueError(
+            f"{lost[0]} cannot be expressed in a standard LoRA adapter; take its module out of the LoRA targets"
+        )
+    config = model.peft_config[name]
+    if config.base_model_name_or_path is None:
+        config.base_model_name_or_path = model.get_base_model().name_or_path
+    plain = {k: sorted(v) if isinstance(v, set) else v for k, v in config.to_dict().items()}
+    extra = {k.removeprefix(_PREFIX): v for k, v in rest.items()}
+    return AdapterData(plain, experts, dense, extra, dropout=config.lora_dropout)
+
+
+def _linear_paths(base: nn.Module) -> list[str]:
+    found = []
+    for path, module in base.named_modules():
+        if isinstance(module, nn.Linear) and ".lora_" not in f".{path}":
+            found.append(path.removesuffix(".base_layer"))
+    return found
+
+
+def _verify(directory: Path, data: AdapterData, model_type: str) -> None:
+    """Reads the file back, compares it bit for bit with what was to be written, and reads it as an adapter."""
+    expected = standard_tensors(data, expert_names(model_type))
+    with safe_open(directory / WEIGHTS_FILE, "pt") as file:
+        stored = set(file.keys())
+        for key, tensor in expected.items():
+            if key not in stored or not _same_bits(file.get_tensor(key), tensor):
+                raise RuntimeError(
+                    f"{key} was not written as it is in memory; the disk under {directory.parent} may be full or faulty"
+                )
+    if extra := stored - set(expected):
+        raise RuntimeError(f"{sorted(extra)[0]} was written but is not part of the adapter")
+    if all(t.isfinite().all() for t in expected.values()):
+        read_adapter(directory)
+    else:
+        log.warning("kt: the adapter holds NaN or Inf; it is saved as it is and will not load")
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+def _sync(path: Path) -> None:
+    with open(path, "rb+") as file:
+        os.fsync(file.fileno())
+
+
+def _report(model_type: str, target: Path, parameters: int, tensors: int) -> None:
+    log.info(
+        "kt: saved %d trained parameters in %d tensors to %s, read back and verified",
+        parameters,
+        tensors,
+        target,
+    )
+    if not _stock_peft_reads(model_type):
+        log.info(
+            "kt: stock peft of this version does not apply per-expert adapters to %s; kt_core.adapter reads, serves and "
+            "merges it",
+            model_type,
+        )
+
+
+def _stock_peft_reads(model_type: str) -> bool:
+    try:
+        from peft.utils import transformers_weight_conversion as conversion
+    except ImportError:  # peft < 0.19
+        return False
+    pattern = conversion._MODEL_TO_CONVERSION_PATTERN.get(model_type)
+    return pattern in conversion._MOE_TARGET_MODULE_MAPPING
+
+
+# --------------------------------------------------------------------------------------------------------- loading
+
+
+def from_pretrained(
+    original: Callable[..., PeftModel],
+    cls: type[PeftModel],
+    model: nn.Module,
+    model_id: str | os.PathLike[str],
+    adapter_name: str = "default",
+    is_trainable: bool = False,
+    config: Any = None,
+    **kw: Any,
+) -> PeftModel:
+    """PeftModel.from_pretrained: the config is made to say what the file's tensors need before modules are created."""
+    if has_experts(model) and config is None:
+        config, _ = _read(model_id, model, kw)
+    return original(cls, model, model_id, adapter_name, is_trainable, config, **kw)
+
+
+def load_adapter(
+    original: Callable[..., Any],
+    self: PeftModel,
+    model_id: str | os.PathLike[str],
+    adapter_name: str,
+    is_trainable: bool = False,
+    torch_device: str | None = None,
+    autocast_adapter_dtype: bool = True,
+    ephemeral_gpu_offload: bool = False,
+    low_cpu_mem_usage: bool = False,
+    **kw: Any,
+) -> Any:
+    """PeftModel.load_adapter: reads every layout, puts every tensor in place, and raises where one has no place."""
+    if not has_experts(self):
+        return original(
+            self,
+            model_id,
+            adapter_name,
+            is_trainable,
+            torch_device,
+            autocast_adapter_dtype,
+            ephemeral_gpu_offload,
+            low_cpu_mem_usage,
+            **kw,
+        )
+    config, data = _read(model_id, self.get_base_model(), kw)
+    if adapter_name not in self.peft_config:
+        config.inference_mode = not is_trainable
+        self.add_adapter(adapter_name, config, low_cpu_mem_usage=low_cpu_mem_usage)
+    state = _native(data)
+    _check_places(self, adapter_name, state, os.fspath(model_id))
+    result = set_peft_model_state_dict(
+        self, state, adapter_name=adapter_name, low_cpu_mem_usage=low_cpu_mem_usage
+    )
+    missing = [k for k in result.missing_keys if ".lora_" in k and f".{adapter_name}" in k]
+    if missing or result.unexpected_keys:
+        key = (missing or result.unexpected_keys)[0]
+        raise ValueError(
+            f"{model_id}: {key} {'is not in the file' if missing else 'has no place in this model'}; load the adapter "
+            "on the model and with the targets it was trained with"
+        )
+    result.missing_keys.clear()
+    self.base_model._cast_adapter_dtype(
+        adapter_name=adapter_name, autocast_adapter_dtype=autocast_adapter_dtype
+    )
+    if not is_trainable:
+        self.eval()
+    return result
+
+
+def _read(
+    model_id: str | os.PathLike[str], base: nn.Module, kw: Mapping[str, Any]
+) -> tuple[LoraConfig, AdapterData]:
+    """A directory's or hub repository's adapter, and the LoraConfig that gives its tensors a place in `base`."""
+    hub = {
+        k: kw[k] for k in ("revision", "cache_dir", "token", "subfolder") if kw.get(k) is not None
+    }
+    config = LoraConfig.from_pretrained(model_id, **hub)
+    folder = Path(model_id) / kw["subfolder"] if kw.get("subfolder") else Path(model_id)
+    hidden = base.config.get_text_config().hidden_size
+    if folder.is_dir():
+        data = read_adapter(folder, hidden=hidden)
+    else:
+        tensors = load_peft_weights(os.fspath(model_id), device="cpu", **hub)
+        data = parse_adapter(tensors, config.to_dict(), {}, hidden=hidden, where=str(model_id))
+    for key, value in training_config(data).items():
+        setattr(config, key, value)
+    paths = {n.removesuffix(".base_layer") for n, _ in base.named_modules()}
+    if lost := [p for p in (*data.experts, *data.dense) if p not in paths]:
+        raise ValueError(
+            f"{model_id} adapts {lost[0]}, which {type(base).__name__} does not have; it was trained on another model "
+            f"({config.base_model_name_or_path})"
+        )
+    return config, data
+
+
+def _native(data: AdapterData) -> dict[str, Tensor]:
+    """The tensors under the names they have in a model with CPU experts, without the adapter's name."""
+    out = {f"{_PREFIX}{k}": v for k, v in data.extra.items()}
+    for path, f in data.dense.items():
+        out[f"{_PREFIX}{path}.lora_A.weight"], out[f"{_PREFIX}{path}.lora_B.weight"] = f.a, f.b
+    for path, module in data.experts.items():
+        for p, f in module.items():
+            for ab, tensor in (("A", f.a), ("B", f.b)):
+                out[f"{_PREFIX}{path}.lora_{ab}.{PROJECTION_KEYS[p]}"] = tensor
+    return out
+
+
+def _check_places(model: PeftModel, name: str, state: Mapping[str, Tensor], where: str) -> None:
+    """Raises ValueError unless the file's tensors are exactly those of adapter `name`, with their shapes."""
+    shapes = _trained_shapes(model, name)
+    for key, tensor in state.items():
+        if ".lora_" not in key:
+            continue
+        if key not in shapes:
+            raise ValueError(
+                f"{where}: {key} has no place in adapter {name!r} of this model; train or load it with the same "
+                "LoRA targets"
+            )
+        if tuple(tensor.shape) != shapes[key]:
+            raise ValueError(
+                f"{where}: {key} has shape {tuple(tensor.shape)} but the model needs {shapes[key]}; rank or base model "
+                "differ from those it was trained with"
+            )
+    if lost := [k for k in shapes if k not in state]:
+        raise ValueError(
+            f"{where}: {lost[0]} is missing; the file was trained with other LoRA targets or is incomplete"
+        )

@@ -1,0 +1,147 @@
+"""install() and uninstall() of the hooks into transformers and peft; nothing else patches them.
+
+The hooks act on models that are loaded inside `loading(config)` and on what peft does with those models; every other
+model of the process takes the original code.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from kt_core import hf
+from kt_core.module import KTExpertsLinear
+from kt_sft import autograd
+from kt_sft.checkpointing import retain_experts
+from kt_sft.config import KTConfig
+
+_installed: list[tuple[Any, str, Any]] = []  # owner, attribute, what stood there
+
+
+def install() -> None:
+    """Installs the hooks; again is harmless. Raises RuntimeError where a library's version does not fit."""
+    if _installed:
+        return
+    import peft
+    from peft.tuners.lora import LoraModel
+
+    from kt_sft import peft_io
+
+    hf.install()
+    _wrap(LoraModel, "inject_adapter", peft_io.inject_adapter, ["self", "model", "adapter_name"])
+    _wrap(
+        peft.PeftModel,
+        "save_pretrained",
+        peft_io.save_pretrained,
+        ["self", "save_directory", "safe_serialization", "selected_adapters"],
+    )
+    _wrap(
+        peft.PeftModel,
+        "load_adapter",
+        peft_io.load_adapter,
+        ["self", "model_id", "adapter_name", "is_trainable"],
+    )
+    _wrap(
+        peft.PeftModel,
+        "from_pretrained",
+        peft_io.from_pretrained,
+        ["cls", "model", "model_id", "adapter_name", "is_trainable", "config"],
+    )
+    try:
+        from peft.utils import transformers_weight_conversion as conversion
+    except ImportError:  # peft < 0.19 converts nothing
+        return
+    # peft rewrites per-expert names for fused parameters, which a model with CPU experts does not have.
+    _wrap(
+        conversion,
+        "convert_peft_config_for_transformers",
+        _unless_experts,
+        ["peft_config", "model", "conversions"],
+    )
+    _wrap(
+        conversion,
+        "convert_peft_adapter_state_dict_for_transformers",
+        _unless_experts,
+        ["model", "peft_config", "adapter_state_dict"],
+    )
+
+
+def uninstall() -> None:
+    """Puts the originals back. Models loaded meanwhile keep working, but their adapters can no longer be saved."""
+    while _installed:
+        owner, name, original = _installed.pop()
+        setattr(owner, name, original)
+
+
+def _unless_experts(original: Callable[..., Any], *args: Any, **kw: Any) -> Any:
+    """Returns the state dict (or nothing, for a config) unchanged if the model has CPU experts."""
+    from kt_sft.peft_io import has_experts
+
+    bound = inspect.signature(original).bind(*args, **kw).arguments
+    if has_experts(bound["model"]):
+        return bound.get("adapter_state_dict")
+    return original(*args, **kw)
+
+
+def _wrap(owner: Any, name: str, replacement: Callable[..., Any], expected: list[str]) -> None:
+    """Puts `replacement(original, ...)` in the place of owner.name, whose first parameters must be `expected`."""
+    stored = inspect.getattr_static(owner, name)
+    function = stored.__func__ if isinstance(stored, classmethod) else stored
+    found = list(inspect.signature(function).parameters)[: len(expected)]
+    if found != expected:
+        import peft
+
+        raise RuntimeError(
+            f"{owner.__name__}.{name} of peft {peft.__version__} takes {found}, not {expected}; this version is not "
+            "supported, install one from constraints.txt"
+        )
+
+    @functools.wraps(function)
+    def hooked(*args: Any, **kw: Any) -> Any:
+        return replacement(function, *args, **kw)
+
+    own = name in vars(owner)
+    _installed.append((owner, name, stored if own else function))
+    setattr(owner, name, classmethod(hooked) if isinstance(stored, classmethod) else hooked)
+
+
+@contextmanager
+def loading(config: KTConfig) -> Iterator[None]:
+    """Inside it, `from_pretrained` of a causal language model puts the experts into CPU memory, ready for training."""
+    install()
+    settings = hf.LoadSettings(
+        format=config.format,
+        group=config.group,
+        threads=config.threads,
+        numa_nodes=config.numa_nodes,
+        packed_dir=config.packed_dir,
+        runner=autograd.runner(config.activation),
+    )
+    with hf.experts_on_cpu(settings):
+        yield
+
+
+def load_for_training(path: str, config: KTConfig | None = None, **kw: Any) -> nn.Module:
+    """AutoModelForCausalLM.from_pretrained(path, **kw) with the experts in CPU memory, ready for peft and training."""
+    from transformers import AutoModelForCausalLM
+
+    config = config or KTConfig()
+    with loading(config):
+        model: nn.Module = AutoModelForCausalLM.from_pretrained(path, **kw)
+    prepare(model, config)
+    return model
+
+
+def prepare(model: nn.Module, config: KTConfig) -> None:
+    """What a loaded model needs beside its experts: checkpointing that keeps their outputs (activation: retain)."""
+    if not any(isinstance(m, KTExpertsLinear) for m in model.modules()):
+        raise ValueError(
+            f"{type(model).__name__} has no experts in CPU memory; use_kt is for mixture-of-experts models, remove it"
+        )
+    if config.activation == "retain":
+        retain_experts(model)
