@@ -1,0 +1,123 @@
+// Python bindings: addresses and sizes in, exceptions out. Tensors are checked by kt_core/experts.py;
+// nothing here knows torch. Every call that computes releases the GIL.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include "moe.h"
+#include "pool.h"
+#include "registry.h"
+
+namespace py = pybind11;
+using namespace kt;
+
+namespace {
+
+template <class T>
+T* at(uintptr_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
+// One layer over a buffer that Python owns and this object keeps alive.
+struct BoundLayer {
+  Layer l;
+  py::buffer owner;
+
+  BoundLayer(int64_t experts, int64_t hidden, int64_t intermediate, const std::string& format, int64_t group, int act)
+      : l{experts, hidden, intermediate, group, format, Act(act), nullptr} {
+    const Kernel& k = *find_kernel(format).kernel;
+    if (!k.scaled) l.group = 0;
+    if (l.group % kBlock || l.group < 0)
+      throw std::invalid_argument("group is " + std::to_string(group) + "; give 32, 64, 128 or 0 (per channel)");
+  }
+  int64_t nbytes() const { return layer_bytes(l); }
+  void attach(const py::buffer& b) {
+    py::buffer_info info = b.request();
+    auto address = reinterpret_cast<uintptr_t>(info.ptr);
+    if (info.size * info.itemsize < nbytes() || address % kAlign)
+      throw std::invalid_argument("buffer holds " + std::to_string(info.size * info.itemsize) + " bytes at alignment " +
+                                  std::to_string(address % kAlign) + "; this layer needs " + std::to_string(nbytes()) +
+                                  " bytes aligned to 64");
+    owner = b;
+    l.data = at<uint8_t>(address);
+  }
+};
+
+Lora read_lora(const py::object& o) {
+  Lora lo;
+  if (o.is_none()) return lo;
+  auto d = o.cast<py::dict>();
+  for (int p = 0; p < 3; ++p) {
+    auto t = d["projections"].cast<py::list>()[size_t(p)];
+    if (t.is_none()) continue;
+    auto [a, b, r, scaling] = t.cast<std::tuple<uintptr_t, uintptr_t, int64_t, float>>();
+    lo.a[p] = at<void>(a), lo.b[p] = at<void>(b), lo.r[p] = r, lo.scaling[p] = scaling;
+  }
+  lo.type = DType(d["dtype"].cast<int>());
+  lo.dropout = d["dropout"].cast<float>();
+  lo.seed = d["seed"].cast<uint64_t>();
+  return lo;
+}
+
+Batch read_batch(int64_t tokens, int64_t top_k, uintptr_t x, uintptr_t index, uintptr_t weight) {
+  return {tokens, top_k, at<bf16>(x), at<int64_t>(index), at<float>(weight)};
+}
+
+py::list list_kernels() {
+  py::list out;
+  for (auto& e : registry()) {
+    py::dict d;
+    d["isa"] = e.kernel->isa;
+    d["format"] = e.kernel->format;
+    d["usable"] = e.usable;
+    d["missing"] = missing_features(e.kernel->cpu);
+    d["calls"] = e.calls->load();
+    out.append(d);
+  }
+  return out;
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_kt, m) {
+  m.doc() = "Expert kernels; see kt_core/experts.py for the checked interface.";
+  m.def("kernels", &list_kernels);
+  m.def("current_isa", &current_isa);
+  m.def("force_isa", &force_isa);
+  m.def("allowed_cpus", &allowed_cpus);
+  m.def("threads", &threads);
+  m.def("set_threads", &set_threads, py::arg("n"), py::arg("oversubscribe") = false);
+  m.def("delay_first_worker", &delay_first_worker);
+  m.def("workers_seen", &workers_seen);
+
+  py::class_<BoundLayer>(m, "Layer")
+      .def(py::init<int64_t, int64_t, int64_t, const std::string&, int64_t, int>())
+      .def_property_readonly("nbytes", &BoundLayer::nbytes)
+      .def_property_readonly("group", [](const BoundLayer& b) { return b.l.group; })
+      .def("attach", &BoundLayer::attach)
+      .def("pack",
+           [](BoundLayer& b, int64_t e, int p, uintptr_t src, int dtype, int64_t ld) {
+             py::gil_scoped_release nogil;
+             return pack_matrix(b.l, e, p, at<void>(src), DType(dtype), ld);
+           })
+      .def("unpack",
+           [](BoundLayer& b, int64_t e, int p, uintptr_t out) {
+             py::gil_scoped_release nogil;
+             unpack_matrix(b.l, e, p, at<float>(out));
+           })
+      .def("forward",
+           [](BoundLayer& b, int64_t tokens, int64_t top_k, uintptr_t x, uintptr_t index, uintptr_t weight,
+              const py::object& lora, uintptr_t out, uintptr_t saved) {
+             Lora lo = read_lora(lora);
+             py::gil_scoped_release nogil;
+             moe_forward(b.l, read_batch(tokens, top_k, x, index, weight), lo, at<float>(out), at<bf16>(saved));
+           })
+      .def("backward", [](BoundLayer& b, int64_t tokens, int64_t top_k, uintptr_t x, uintptr_t index, uintptr_t weight,
+                          const py::object& lora, uintptr_t dy, uintptr_t saved, uintptr_t dx, uintptr_t dw,
+                          const std::vector<uintptr_t>& da, const std::vector<uintptr_t>& db) {
+        Lora lo = read_lora(lora);
+        Grads g{at<float>(dx), at<float>(dw), {}, {}};
+        for (size_t p = 0; p < 3; ++p) g.da[p] = at<float>(da[p]), g.db[p] = at<float>(db[p]);
+        py::gil_scoped_release nogil;
+        moe_backward(b.l, read_batch(tokens, top_k, x, index, weight), lo, at<bf16>(dy), at<bf16>(saved), g);
+      });
+}

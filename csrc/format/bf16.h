@@ -1,0 +1,26 @@
+// bits: 16
+// bf16 weights as they are: exact, no scales.
+#pragma once
+#include "panel.h"
+
+namespace kt {
+namespace {
+struct Format_bf16 {
+  static constexpr const char* name = "bf16";
+  static constexpr int bits = 16;
+  static constexpr bool scaled = false;
+  static constexpr int pairs = 1;  // bf16 pairs per channel and line
+
+  template <class I>
+  KT_OP void decode(typename I::u32 x, typename I::u32 (&out)[pairs]) {
+    out[0] = x;
+  }
+  // One channel, `count` values: codes as stored words, scale unused.
+  KT_OP float encode(const float* v, int64_t count, uint16_t* code) {
+    for (int64_t i = 0; i < count; ++i) code[i] = narrow(v[i]);
+    return 1.f;
+  }
+  KT_OP uint32_t dword(const uint16_t* c) { return c[0] | uint32_t(c[1]) << 16; }
+};
+}  // namespace
+}  // namespace kt

@@ -1,0 +1,36 @@
+// bits: 8
+// Signed 8-bit codes in [-127, 127], symmetric, one bf16 scale per group and channel.
+#pragma once
+#include "panel.h"
+
+namespace kt {
+namespace {
+struct Format_int8 {
+  static constexpr const char* name = "int8";
+  static constexpr int bits = 8;
+  static constexpr bool scaled = true;
+  static constexpr int pairs = 2;
+
+  template <class I>
+  KT_OP void decode(typename I::u32 x, typename I::u32 (&out)[pairs]) {
+    I::int8_pairs(x, out);
+  }
+  // The scale is rounded to bf16 first, then codes are chosen for the scale that is stored.
+  KT_OP float encode(const float* v, int64_t count, uint16_t* code) {
+    float top = 0;
+    for (int64_t i = 0; i < count; ++i) top = __builtin_fabsf(v[i]) > top ? __builtin_fabsf(v[i]) : top;
+    float scale = widen(narrow(top / 127.f));
+    float inv = scale > 0 ? 1.f / scale : 0.f;
+    for (int64_t i = 0; i < count; ++i) {
+      float q = __builtin_rintf(v[i] * inv);
+      q = q > 127.f ? 127.f : q < -127.f ? -127.f : q;
+      code[i] = uint16_t(int8_t(int(q)) & 0xff);
+    }
+    return scale;
+  }
+  KT_OP uint32_t dword(const uint16_t* c) {
+    return c[0] | uint32_t(c[2]) << 8 | uint32_t(c[1]) << 16 | uint32_t(c[3]) << 24;
+  }
+};
+}  // namespace
+}  // namespace kt

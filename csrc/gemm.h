@@ -1,0 +1,343 @@
+// The one driver: A [m, k] times packed or unpacked panels, for every ISA, format and orientation.
+//
+//   few()   few rows: lines are decoded in registers; bound by memory bandwidth
+//   tile()  many rows: a dense M x (16 P) tile over panels that were unpacked once
+// Both are loop orders of one arithmetic: k ascends, one fp32 accumulator per scale group, folded
+// into C by C = fma(scale, accumulator, C). So a row's bits do not depend on the other rows.
+//   nt: unpack() keeps codes exact and unscaled; scales are folded
+//   nn: unpack_transposed() rounds code x scale to bf16 (the scale varies along this reduction)
+//   tn: zip() pairs two rows of V
+#pragma once
+#include "kernel.h"
+
+namespace kt {
+namespace {
+
+template <class I>
+constexpr int kVecs = int(kPanel) / I::lanes;  // vectors per panel line
+
+template <class I, int P>
+struct Line {  // one unpacked line of P panels
+  typename I::B v[P][kVecs<I>];
+};
+
+// C[i][16 q + ..] (+)= scale x acc.
+template <class I, int M, int P>
+KT_OP void fold(typename I::f32 (&acc)[M][P][kVecs<I>], const bf16* const (&scale)[P], bool set, float* c) {
+  using f32 = typename I::f32;
+  for (int q = 0; q < P; ++q)
+    for (int j = 0; j < kVecs<I>; ++j) {
+      f32 s = scale[q] ? I::load_bf16(scale[q] + j * I::lanes) : I::splat(1.f);
+      for (int i = 0; i < M; ++i) {
+        float* p = c + i * kCols + q * kPanel + j * I::lanes;
+        f32 base = set ? f32{} : *(f32*)p;
+        *(f32*)p = I::fma(s, acc[i][q][j], base);
+      }
+    }
+}
+
+// `scales[q]`: [groups][16] bf16 or null; `step` pairs per group.
+template <class I, int M, int P>
+__attribute__((noinline)) void tile(const typename I::A* a, int64_t lda, const Line<I, P>* b,
+                                    const bf16* const* scales, int64_t pairs, int64_t step, bool add,
+                                    float* c) {
+  const typename I::A* row[(M + 2) / 3];  // every third row: the two after it are base + ld, base + 2 ld
+  for (int i = 0; i < M; i += 3) row[i / 3] = a + i * lda;
+  for (int64_t g = 0, p = 0; g < pairs; g += step) {
+    typename I::f32 acc[M][P][kVecs<I>] = {};
+    for (int64_t end = min64(pairs, g + step); p < end; ++p) {
+      Line<I, P> w = b[p];
+      for (int i = 0; i < M; ++i)
+        for (int q = 0; q < P; ++q)
+          for (int j = 0; j < kVecs<I>; ++j)
+            acc[i][q][j] = I::dot(acc[i][q][j], row[i / 3] + (i % 3) * lda + 2 * p, w.v[q][j], I{});
+    }
+    const bf16* s[P];
+    for (int q = 0; q < P; ++q) s[q] = scales[q] ? scales[q] + g / step * kPanel : nullptr;
+    fold<I, M, P>(acc, s, g == 0 && !add, c);
+  }
+}
+
+template <class I, int P, int M = I::mr>
+KT_OP void tile_rows(int64_t m, const typename I::A* a, int64_t lda, const Line<I, P>* b,
+                     const bf16* const* scales, int64_t pairs, int64_t step, bool add, float* c) {
+  if (m == M) return tile<I, M, P>(a, lda, b, scales, pairs, step, add, c);
+  if constexpr (M > 1) tile_rows<I, P, M - 1>(m, a, lda, b, scales, pairs, step, add, c);
+}
+
+// All rows over unpacked lines, in tiles of nearly equal height.
+template <class I, int P>
+void dense(const Rows& a, const Line<I, P>* b, const bf16* const* scales, int64_t pairs, int64_t step,
+           bool add, float* c) {
+  if (!a.m) return;
+  int64_t tiles = (a.m + I::mr - 1) / I::mr;
+  for (int64_t t = 0, i = 0; t < tiles; ++t) {
+    int64_t rows = (a.m - i + tiles - t - 1) / (tiles - t);
+    tile_rows<I, P>(rows, (const typename I::A*)a.a + i * a.ld, a.ld, b, scales, pairs, step, add,
+                    c + i * kCols);
+    i += rows;
+  }
+}
+
+template <class I, class F>
+struct Driver {
+  using f32 = typename I::f32;
+  using u32 = typename I::u32;
+  using u64 = typename I::u64;
+  using A = typename I::A;
+  static constexpr int V = kVecs<I>, L = I::lanes;
+
+  KT_OP const uint8_t* panel(const Packed& w, int64_t p) {
+    return w.data + p * panel_bytes(w.shape, F::bits, F::scaled);
+  }
+  KT_OP const uint8_t* lines(const Packed& w, int64_t p) {
+    return panel(w, p) + scale_bytes(w.shape, F::scaled);
+  }
+  KT_OP const bf16* scales(const Packed& w, int64_t p) {
+    return F::scaled ? (const bf16*)panel(w, p) : nullptr;
+  }
+  KT_OP int64_t group_pairs(const Shape& s) { return (F::scaled ? group_size(s) : s.kp) / 2; }
+
+  template <int M, int P>
+  static __attribute__((noinline)) void few(const A* a, int64_t lda, const uint8_t* const* w,
+                                            const bf16* const* scales, int64_t pairs, int64_t step,
+                                            bool add, float* c) {
+    const uint8_t* line[P];
+    for (int q = 0; q < P; ++q) line[q] = w[q];
+    for (int64_t g = 0, p = 0; g < pairs; g += step) {
+      f32 acc[M][P][V] = {};
+      for (int64_t end = min64(pairs, g + step); p < end; p += F::pairs)
+        for (int q = 0; q < P; ++q) {
+          for (int j = 0; j < V; ++j) {
+            u32 out[F::pairs];
+            F::template decode<I>(*(const u32*)(line[q] + j * L * 4), out);
+            for (int t = 0; t < F::pairs; ++t) {
+              typename I::B b = I::line(out[t]);
+              for (int i = 0; i < M; ++i)
+                acc[i][q][j] = I::dot(acc[i][q][j], a + i * lda + 2 * (p + t), b, I{});
+            }
+          }
+          line[q] += kAlign;
+        }
+      const bf16* s[P];
+      for (int q = 0; q < P; ++q) s[q] = scales[q] ? scales[q] + g / step * kPanel : nullptr;
+      fold<I, M, P>(acc, s, g == 0 && !add, c);
+    }
+  }
+
+  template <int P, int M = I::few>
+  KT_OP void few_rows(const Rows& a, const uint8_t* const* w, const bf16* const* s, int64_t pairs,
+                      int64_t step, bool add, float* c) {
+    if (a.m == M) return few<M, P>((const A*)a.a, a.ld, w, s, pairs, step, add, c);
+    if constexpr (M > 1) few_rows<P, M - 1>(a, w, s, pairs, step, add, c);
+  }
+
+  // Lines of one panel as unscaled bf16 pairs into column q of P-panel lines.
+  template <int P>
+  static void unpack(const uint8_t* line, int64_t pairs, int q, Line<I, P>* dst) {
+    for (int64_t p = 0; p < pairs; p += F::pairs, line += kAlign)
+      for (int j = 0; j < V; ++j) {
+        u32 out[F::pairs];
+        F::template decode<I>(*(const u32*)(line + j * L * 4), out);
+        for (int t = 0; t < F::pairs; ++t) dst[p + t].v[q][j] = I::line(out[t]);
+      }
+  }
+
+  template <int P>
+  static void nt_panels(const Rows& a, const Packed* const* w, const int64_t* p, bool add, float* c,
+                        void* scratch) {
+    const uint8_t* data[P];
+    const bf16* scale[P];
+    for (int q = 0; q < P; ++q) data[q] = lines(*w[q], p[q]), scale[q] = scales(*w[q], p[q]);
+    int64_t pairs = w[0]->shape.kp / 2, step = group_pairs(w[0]->shape);
+    if (a.m <= I::few) return few_rows<P>(a, data, scale, pairs, step, add, c);
+    auto* b = (Line<I, P>*)scratch;
+    for (int q = 0; q < P; ++q) unpack<P>(data[q], pairs, q, b);
+    dense<I, P>(a, b, scale, pairs, step, add, c);
+  }
+
+  static void nt(const Rows& a, const Packed* const* w, const int64_t* p, int count, bool add, float* c,
+                 void* scratch) {
+    if (a.m == 0) return;
+    if (count == 2) return nt_panels<2>(a, w, p, add, c, scratch);
+    nt_panels<1>(a, w, p, add, c, scratch);
+  }
+
+  // (a0 a1)(b0 b1) -> (a0 b0)(a1 b1) in every 64-bit lane: dwords n, n+1 become pairs along n.
+  KT_OP u64 zip_pairs(u32 x) {
+    u64 v = (u64)x;
+    return (v & 0xffff00000000ffffull) | (v >> 16 & 0xffff0000ull) | (v << 16 & 0xffff00000000ull);
+  }
+  template <int S>
+  KT_OP void butterfly(u64 (&v)[L / 2]) {
+    constexpr int Q = L / 2;
+    u64 keep, take;
+    for (int i = 0; i < Q; ++i) keep[i] = i & S ? Q + i - S : i, take[i] = i & S ? Q + i : i + S;
+    for (int i = 0; i < Q; ++i)
+      if (!(i & S)) {
+        u64 x = v[i], y = v[i + S];
+        v[i] = __builtin_shuffle(x, y, keep);
+        v[i + S] = __builtin_shuffle(x, y, take);
+      }
+  }
+  KT_OP void transpose_qwords(u64 (&v)[L / 2]) {
+    butterfly<1>(v);
+    if constexpr (L > 4) butterfly<2>(v);
+    if constexpr (L > 8) butterfly<4>(v);
+  }
+
+  // Columns [col, col+16) of W as a panel whose reduction runs over n: lines of (n, n+1) pairs.
+  static void unpack_transposed(const Packed& w, int64_t col, int q, Line<I, 2>* dst) {
+    const Shape& s = w.shape;
+    const int64_t first = col / 2, have = min64(8, s.kp / 2 - first), count = panels(s.n);
+    for (int64_t p = 0; p < count; ++p, dst += kPanel / 2) {
+      const uint8_t* line = lines(w, p) + first / F::pairs * kAlign;
+      const bf16* scale = scales(w, p);
+      for (int j = 0; j < V; ++j) {
+        u64 v[8];
+        f32 sc = F::scaled ? I::load_bf16(scale + col / group_size(s) * kPanel + j * L) : f32{};
+        for (int t = 0; t < 8; t += F::pairs) {
+          u32 out[F::pairs] = {};
+          if (t < have) F::template decode<I>(*(const u32*)(line + t / F::pairs * kAlign + j * L * 4), out);
+          for (int x = 0; x < F::pairs; ++x) {
+            u32 pair = F::scaled ? I::round_pair(I::lo(out[x]) * sc, I::hi(out[x]) * sc) : out[x];
+            v[t + x] = zip_pairs(pair);
+          }
+        }
+        constexpr int Q = L / 2;  // n-pairs per vector = qwords
+        for (int x = 0; x < 8 / Q; ++x) {
+          u64 square[Q];
+          for (int i = 0; i < Q; ++i) square[i] = v[x * Q + i];
+          transpose_qwords(square);
+          for (int i = 0; i < Q; ++i) dst[j * Q + i].v[q][x] = I::line((u32)square[i]);
+        }
+      }
+    }
+  }
+
+  static void nn(const Rows& a, const Packed& w, int64_t col, bool add, float* c, void* scratch) {
+    if (a.m == 0) return;
+    auto* b = (Line<I, 2>*)scratch;
+    unpack_transposed(w, col, 0, b);
+    unpack_transposed(w, col + kPanel, 1, b);
+    const bf16* none[2] = {};
+    int64_t pairs = panels(w.shape.n) * kPanel / 2;
+    dense<I, 2>(a, b, none, pairs, pairs, add, c);
+  }
+
+  static void transpose(const bf16* u, int64_t ld, int64_t m, int64_t mp, int64_t r, void* at) {
+    A* dst = (A*)at;
+    for (int64_t j = 0; j < r; ++j, dst += mp) {
+      for (int64_t i = 0; i < m; ++i) dst[i] = I::a_of(u[i * ld + j]);
+      for (int64_t i = m; i < mp; ++i) dst[i] = I::a_of(0);
+    }
+  }
+
+  static void tn(const Rows& at, const bf16* v, int64_t ldv, const int32_t* rows, int64_t m, int64_t col,
+                 int64_t cols, bool add, float* c, void* scratch) {
+    auto* b = (Line<I, 2>*)scratch;
+    bf16 edge[2][kCols] = {};
+    const int64_t have = max64(0, min64(kCols, cols - col)), pairs = (m + 1) / 2;
+    auto row = [&](int64_t i, int side) -> const bf16* {
+      if (i >= m) {
+        for (int64_t x = 0; x < kCols; ++x) edge[side][x] = 0;
+        return edge[side];
+      }
+      const bf16* p = v + (rows ? rows[i] : i) * ldv + col;
+      if (have == kCols) return p;
+      for (int64_t x = 0; x < have; ++x) edge[side][x] = p[x];
+      return edge[side];
+    };
+    for (int64_t p = 0; p < pairs; ++p) {
+      const bf16 *x = row(2 * p, 0), *y = row(2 * p + 1, 1);
+      for (int q = 0; q < 2; ++q)
+        for (int j = 0; j < V; ++j) {
+          int64_t o = q * kPanel + j * L;
+          b[p].v[q][j] = I::line((u32)I::load_bf16(x + o) >> 16 | (u32)I::load_bf16(y + o));
+        }
+    }
+    const bf16* none[2] = {};
+    dense<I, 2>(at, b, none, pairs, pairs, add, c);
+  }
+
+  static void gather(const bf16* src, int64_t ld, const int32_t* rows, int64_t m, int64_t k, int64_t kp,
+                     void* out) {
+    A* dst = (A*)out;
+    for (int64_t i = 0; i < m; ++i, dst += kp) {
+      const bf16* p = src + (rows ? rows[i] : i) * ld;
+      int64_t j = 0;
+      if constexpr (sizeof(A) == 2) {
+        __builtin_memcpy(dst, p, size_t(k) * 2), j = k;
+      } else {
+        for (; j + L <= k; j += L) I::store_a(dst + j, p + j);
+        for (; j < k; ++j) dst[j] = I::a_of(p[j]);
+      }
+      for (; j < kp; ++j) dst[j] = I::a_of(0);
+    }
+  }
+
+  // v[k] = W[n, k] for k < s.k, zero up to kp.
+  static void load_row(const void* src, DType t, int64_t first, int64_t cs, const Shape& s, float* v) {
+    const int64_t end = first + s.k * cs;
+    if (t == DType::kBf16 && cs == 1) {  // the common checkpoint: a loop the compiler vectorises
+      for (int64_t k = 0; k < s.k; ++k) v[k] = widen(((const bf16*)src)[first + k]);
+    } else if (t == DType::kF32) {
+      for (int64_t i = first, k = 0; i < end; i += cs) v[k++] = ((const float*)src)[i];
+    } else {
+      for (int64_t i = first, k = 0; i < end; i += cs) v[k++] = load_as_float(src, t, i);
+    }
+    for (int64_t k = s.k; k < s.kp; ++k) v[k] = 0;
+  }
+
+  static bool pack(const void* src, DType t, int64_t rs, int64_t cs, const Shape& s, int64_t p0,
+                   int64_t p1, uint8_t* dst, void* scratch) {
+    constexpr int per_line = 2 * F::pairs;
+    const int64_t step = F::scaled ? group_size(s) : s.kp;
+    float* v = (float*)scratch;
+    uint16_t* code = (uint16_t*)(v + s.kp);
+    float bad = 0;  // x - x is 0 for finite x and NaN otherwise
+    for (int64_t p = p0; p < p1; ++p) {
+      uint8_t* base = dst + p * panel_bytes(s, F::bits, F::scaled);
+      uint8_t* line = base + scale_bytes(s, F::scaled);
+      bf16* scale = (bf16*)base;
+      if (F::scaled) __builtin_memset(base, 0, size_t(scale_bytes(s, true)));
+      for (int64_t r = 0; r < kPanel; ++r) {
+        if (int64_t n = p * kPanel + r; n < s.n) {
+          load_row(src, t, n * rs, cs, s, v);
+        } else {
+          __builtin_memset(v, 0, size_t(s.kp) * 4);
+        }
+        for (int64_t k = 0; k < s.kp; ++k) bad += v[k] - v[k];
+        for (int64_t g = 0; g < s.kp; g += step) {
+          float sc = F::encode(v + g, min64(step, s.kp - g), code + g);
+          if (F::scaled) scale[g / step * kPanel + r] = narrow(sc);
+        }
+        for (int64_t k = 0; k < s.kp; k += per_line) {
+          uint32_t d = F::dword(code + k);
+          __builtin_memcpy(line + k / per_line * kAlign + r * 4, &d, 4);
+        }
+      }
+    }
+    return bad == 0;
+  }
+
+  static void unpack_panel(const Packed& w, int64_t p, float* out) {
+    const Shape& s = w.shape;
+    const uint8_t* line = lines(w, p);
+    const bf16* scale = scales(w, p);
+    for (int64_t k = 0; k < s.kp; k += 2 * F::pairs, line += kAlign)
+      for (int j = 0; j < V; ++j) {
+        u32 pair[F::pairs];
+        F::template decode<I>(*(const u32*)(line + j * L * 4), pair);
+        f32 sc = F::scaled ? I::load_bf16(scale + k / group_size(s) * kPanel + j * L) : I::splat(1.f);
+        for (int x = 0; x < 2 * F::pairs; ++x) {
+          f32 val = (x & 1 ? I::hi(pair[x / 2]) : I::lo(pair[x / 2])) * sc;
+          for (int i = 0; i < L && k + x < s.k; ++i)
+            if (p * kPanel + j * L + i < s.n) out[(j * L + i) * s.k + k + x] = val[i];
+        }
+      }
+  }
+};
+
+}  // namespace
+}  // namespace kt

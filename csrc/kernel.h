@@ -1,0 +1,77 @@
+// The whole ABI out of ISA code: one Kernel per tier and weight format.
+//
+// Every function runs on the calling thread, touches only what it is given, and writes every element
+// of its output. C is always a scratch of fp32 [m][kCols]: two panels of 16 columns side by side.
+// Operand A is row-major with element type `a_size` bytes (2: bf16, used in place; 4: fp32, gather()
+// converts), zero beyond the true reduction length.
+#pragma once
+#include "panel.h"
+
+namespace kt {
+
+struct Rows {
+  const void* a;  // [m][ld] elements of a_size bytes
+  int64_t ld, m;
+};
+
+struct DropKey {
+  uint64_t seed;   // drawn by the caller; names layer and call
+  int projection;  // 0 gate, 1 up, 2 down
+  float p;         // probability of zeroing
+};
+
+struct Kernel {
+  const char *isa, *cpu, *format;
+  int bits;
+  bool scaled;
+  int a_size;        // bytes of an A element
+  int64_t line_size;  // bytes of one unpacked line (16 channels x 1 pair)
+
+  // -- weights ------------------------------------------------------------------------------------
+  // Packs panels [p0, p1) of W, element (i, j) at src[i*rs + j*cs]; false if a value is not finite.
+  // scratch: 6 kp bytes.
+  bool (*pack)(const void* src, DType t, int64_t rs, int64_t cs, const Shape& s, int64_t p0, int64_t p1,
+               uint8_t* dst, void* scratch);
+  // Rows [16 p, 16 p + 16) as fp32 into out [16][k] (only rows < n are written).
+  void (*unpack)(const Packed& w, int64_t p, float* out);
+
+  // -- matrix products ----------------------------------------------------------------------------
+  // dst[i][0..kp) = src[rows ? rows[i] : i][0..k), zero padded.
+  void (*gather)(const bf16* src, int64_t ld, const int32_t* rows, int64_t m, int64_t k, int64_t kp,
+                 void* dst);
+  // C[:, 16q..] (+)= A W_q[panel p_q]^T for q < count (1 or 2); both weights have the same shape.
+  void (*nt)(const Rows& a, const Packed* const* w, const int64_t* p, int count, bool add, float* c,
+             void* scratch);
+  // C[:, 0..32) (+)= A W[:, col..col+32): the transposed product from the same bytes; A is [m][n].
+  void (*nn)(const Rows& a, const Packed& w, int64_t col, bool add, float* c, void* scratch);
+  // at[j][i] = u[i][j] for i < m, zero for m <= i < mp: operand A of tn.
+  void (*transpose)(const bf16* u, int64_t ld, int64_t m, int64_t mp, int64_t r, void* at);
+  // C[r][0..32) (+)= at [r][mp] x v[rows[i] or i][col .. col+32); columns >= cols read as zero.
+  void (*tn)(const Rows& at, const bf16* v, int64_t ldv, const int32_t* rows, int64_t m, int64_t col,
+             int64_t cols, bool add, float* c, void* scratch);
+
+  // -- elementwise --------------------------------------------------------------------------------
+  // C = [gate | up]; h = act(gate) * up from the unrounded values, 16 columns;
+  // gate/up (may be null) receive `cols` rounded pre-activations.
+  void (*gate_forward)(Act act, const float* c, int64_t m, int64_t cols, bf16* gate, bf16* up,
+                       int64_t ld, bf16* h, int64_t ldh);
+  // dh_raw = C[:, off .. off+16). Writes dgate, dup (16 columns, x weight), h (may be null),
+  // dot[i*ldd] = <dh_raw_i, h_i> over these columns. gate/up hold `cols` valid columns.
+  void (*gate_backward)(Act act, const float* c, int64_t m, int64_t cols, const bf16* gate,
+                        const bf16* up, int64_t ld, const float* weight, bf16* dgate, bf16* dup,
+                        bf16* h, int64_t ldo, float* dot, int64_t ldd);
+  // dst[i][0..cols) = bf16(scale * (weight ? weight[i] : 1) * C[i][...]).
+  void (*narrow_rows)(const float* c, int64_t m, int64_t cols, float scale, const float* weight,
+                      bf16* dst, int64_t ld);
+  // acc[rows[i]][0..32) += (weight ? weight[i] : 1) * C[i][...].
+  void (*scatter)(const float* c, int64_t m, const int32_t* rows, const float* weight, float* acc,
+                  int64_t ld);
+  // dst = mask o src over [m][k], kept values x 1/(1-p); mask keyed by (key, row0 + i, element).
+  void (*drop_rows)(const DropKey& key, const int32_t* ids, const bf16* src, int64_t ld,
+                    const int32_t* rows, int64_t m, int64_t k, bf16* dst, int64_t ldd);
+  // acc += mask o C over [m][32], elements col..col+32.
+  void (*drop_add)(const DropKey& key, const int32_t* ids, const float* c, int64_t m, int64_t col,
+                   float* acc);
+};
+
+}  // namespace kt

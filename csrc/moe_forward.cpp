@@ -1,0 +1,55 @@
+// Forward: [LoRA factors] -> gate, up, h -> [low-rank input of down] -> down by column blocks.
+#include <algorithm>
+
+#include "moe_plan.h"
+
+namespace kt {
+namespace {
+
+// acc [tokens][cols] = sum over experts, ascending, of w * down(h): this task's columns of the output.
+void down_columns(const Plan& p, int w, const bf16* h, const bf16* t, int64_t u0, int64_t u1, float* acc) {
+  const int64_t ld = (u1 - u0) * kCols, count = panels(p.l.hidden);
+  std::fill(acc, acc + p.batch.tokens * ld, 0.f);
+  for (int64_t e = 0; e < p.route.active(); ++e) {
+    const Packed down = p.weight(p.route.expert[size_t(e)], kDown);
+    const Packed* two[2] = {&down, &down};
+    row_blocks(p.route.start[size_t(e)], p.route.start[size_t(e) + 1], [&](int64_t i, int64_t m) {
+      Rows a = p.rows_of(w, kRows, h + i * p.ip, p.ip, nullptr, m, p.ip, p.ip);
+      for (int64_t u = u0; u < u1; ++u) {
+        const int64_t at[2] = {2 * u, 2 * u + 1};
+        const int n = 2 * u + 1 < count ? 2 : 1;
+        float* c = p.c(w);
+        if (n == 1) std::fill(c, c + m * kCols, 0.f);
+        p.k.nt(a, two, at, n, false, c, p.panels(w));
+        if (t) p.add_low_rank(w, t + i * p.rp[kDown], p.rp[kDown], m, p.factor(e, kDown).b, 2 * u, n, true, c);
+        p.k.scatter(c, m, p.route.token.data() + i, p.route.weight.data() + i, acc + (u - u0) * kCols, ld);
+      }
+    });
+  }
+}
+
+}  // namespace
+
+void moe_forward(const Layer& l, const Batch& b, const Lora& lora, float* out, bf16* saved) {
+  Entry lock;
+  Plan p(l, b, lora);
+  if (lora.any()) p.pack_factors(true, false);
+  bf16* h = p.shared(kH, p.route.rows(), p.ip);
+  p.gate_up(h, saved);
+  bf16* t = nullptr;
+  if (lora.r[kDown]) {
+    t = p.shared(kDownT, p.route.rows(), p.rp[kDown]);
+    parallel(p.route.active(), [&](int64_t e, int w) { p.low_rank_in(w, e, kDown, h, p.ip, false, t); });
+  }
+  const int64_t units = (l.hidden + kCols - 1) / kCols, step = min64(8, units_per_task(units, 1));
+  parallel((units + step - 1) / step, [&](int64_t task, int w) {
+    const int64_t u0 = task * step, u1 = min64(units, u0 + step), ld = (u1 - u0) * kCols;
+    auto* acc = (float*)scratch(w, kAcc, b.tokens * ld * 4);
+    p.weights.calls->fetch_add(1, std::memory_order_relaxed);
+    down_columns(p, w, h, t, u0, u1, acc);
+    for (int64_t r = 0; r < b.tokens; ++r)
+      std::copy_n(acc + r * ld, min64(ld, l.hidden - u0 * kCols), out + r * l.hidden + u0 * kCols);
+  });
+}
+
+}  // namespace kt

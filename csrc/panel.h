@@ -1,0 +1,49 @@
+// The one packed layout of a weight matrix W [n, k], the same for every ISA and for both passes.
+//
+// W is cut into panels of 16 output channels. A panel is
+//   scales: bf16 [groups][16], padded to 64 bytes (absent in unscaled formats)
+//   lines:  64 bytes each, 16 channels x 1 dword; a line holds `32 / bits` values of k per channel.
+// Order of k inside a dword (chosen so that masks and shifts give whole bf16 pairs (k, k+1)):
+//   bf16 : k0 k1                        one pair
+//   int8 : bytes   k0 k2 k1 k3          even bytes -> pair (k0,k1), odd bytes -> (k2,k3)
+//   4-bit: low nibbles k0 k2 k1 k3, high nibbles k4 k6 k5 k7 of bytes 0..3
+//          -> x, x>>8, x>>4, x>>12 hold the pairs (k0,k1) (k2,k3) (k4,k5) (k6,k7) in their low nibbles
+// So activations in the bf16 domain keep their natural order; an int8-domain kernel permutes the
+// quantized activations by (0 2 1 3) when it quantizes them.
+// k is padded to `kp` (a multiple of kBlock for stored weights) and n to a multiple of 16, with code 0
+// and scale 0. Groups are multiples of kBlock; the last one may be short; group 0 = per channel.
+#pragma once
+#include "kt.h"
+
+namespace kt {
+
+struct Shape {
+  int64_t n, k, kp;  // channels, reduction, padded reduction
+  int64_t group;     // values of k per scale; 0: one scale per channel
+};
+
+struct Packed {
+  const uint8_t* data;
+  Shape shape;
+};
+
+KT_OP Shape stored_shape(int64_t n, int64_t k, int64_t group) {
+  return {n, k, round_up(k, kBlock), group};
+}
+// Short-lived operands (LoRA factors): r = 8 must not cost 32.
+KT_OP Shape transient_shape(int64_t n, int64_t k) { return {n, k, round_up(k, 8), 0}; }
+
+KT_OP int64_t panels(int64_t n) { return (n + kPanel - 1) / kPanel; }
+KT_OP int64_t group_size(const Shape& s) { return s.group ? s.group : s.kp; }
+KT_OP int64_t groups(const Shape& s) { return (s.kp + group_size(s) - 1) / group_size(s); }
+KT_OP int64_t scale_bytes(const Shape& s, bool scaled) {
+  return scaled ? round_up(groups(s) * kPanel * 2, kAlign) : 0;
+}
+KT_OP int64_t panel_bytes(const Shape& s, int bits, bool scaled) {
+  return scale_bytes(s, scaled) + s.kp * kPanel * bits / 8;
+}
+KT_OP int64_t matrix_bytes(const Shape& s, int bits, bool scaled) {
+  return panels(s.n) * panel_bytes(s, bits, scaled);
+}
+
+}  // namespace kt

@@ -1,0 +1,280 @@
+// See pool.h. State sits behind one pointer, so that a forked child can leave the parent's threads and
+// locks behind; the buffers of the parent stay mapped copy-on-write until the child replaces them.
+#include "pool.h"
+
+#include <pthread.h>
+#include <sched.h>
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdio>
+#include <fstream>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <new>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <vector>
+
+namespace kt {
+namespace {
+
+constexpr int kSpins = 2000;  // about 20 us of pause: a second stage usually follows within that time
+
+inline void relax() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#endif
+}
+
+struct Buffer {
+  void* data = nullptr;
+  int64_t bytes = 0;
+  ~Buffer() { release(); }
+  void release() {
+    if (data) munmap(data, size_t(bytes));
+    data = nullptr;
+  }
+  void* grow(int64_t need) {
+    if (need <= bytes) return data;
+    release();
+    bytes = (need + need / 8 + (1 << 16) - 1) >> 16 << 16;
+    data = mmap(nullptr, size_t(bytes), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (data == MAP_FAILED) {
+      data = nullptr, bytes = 0;
+      throw std::bad_alloc();
+    }
+    if (bytes >= (4 << 20)) madvise(data, size_t(bytes), MADV_HUGEPAGE);
+    return data;
+  }
+};
+
+struct alignas(64) Range {
+  std::atomic<int64_t> next{0};
+  int64_t end = 0;
+};
+
+class Pool {
+ public:
+  explicit Pool(int n) : ranges_(size_t(n)), used_(size_t(n)), size_(n) {
+    for (int i = 1; i < n; ++i) workers_.emplace_back([this, i] { loop(i); });
+  }
+  ~Pool() {
+    {
+      std::lock_guard lock(mutex_);
+      stop_ = true;
+      epoch_.fetch_add(1);
+    }
+    wake_.notify_all();
+    for (auto& t : workers_) t.join();
+  }
+  int size() const { return size_; }
+
+  void run(int64_t tasks, const std::function<void(int64_t, int)>& fn) {
+    if (tasks <= 0) return;
+    fn_ = &fn;
+    error_ = nullptr;
+    for (int i = 0; i < size_; ++i) {
+      ranges_[size_t(i)].next = tasks * i / size_;
+      ranges_[size_t(i)].end = tasks * (i + 1) / size_;
+    }
+    if (size_ > 1 && tasks > 1) {
+      busy_ = size_ - 1;
+      {
+        std::lock_guard lock(mutex_);
+        epoch_.fetch_add(1);
+      }
+      wake_.notify_all();
+      work(0);
+      for (int spin = 0; busy_.load(std::memory_order_acquire); ++spin)
+        if (spin < kSpins) {
+          relax();
+        } else {
+          std::unique_lock lock(mutex_);
+          done_.wait(lock, [&] { return busy_.load() == 0; });
+        }
+    } else {
+      work(0);
+    }
+    if (error_) std::rethrow_exception(error_);
+  }
+
+  std::vector<std::atomic<bool>>& used() { return used_; }
+  std::atomic<int> delay{0};
+
+ private:
+  void work(int me) {
+    for (int k = 0; k < size_; ++k) {
+      Range& r = ranges_[size_t((me + k) % size_)];
+      for (;;) {
+        if (r.next.load(std::memory_order_relaxed) >= r.end) break;
+        int64_t i = r.next.fetch_add(1);
+        if (i >= r.end) break;
+        if (me == 0 && delay) std::this_thread::sleep_for(std::chrono::microseconds(delay));
+        used_[size_t(me)].store(true, std::memory_order_relaxed);
+        try {
+          (*fn_)(i, me);
+        } catch (...) {
+          std::lock_guard lock(mutex_);
+          if (!error_) error_ = std::current_exception();
+        }
+      }
+    }
+  }
+
+  void loop(int me) {
+    for (int64_t seen = 0;;) {
+      for (int spin = 0; spin < kSpins && epoch_.load(std::memory_order_acquire) == seen; ++spin)
+        relax();
+      if (epoch_.load(std::memory_order_acquire) == seen) {
+        std::unique_lock lock(mutex_);
+        wake_.wait(lock, [&] { return epoch_.load() != seen; });
+      }
+      seen = epoch_.load(std::memory_order_acquire);
+      if (stop_) return;
+      work(me);
+      std::lock_guard lock(mutex_);
+      if (busy_.fetch_sub(1) == 1) done_.notify_one();
+    }
+  }
+
+  std::vector<std::thread> workers_;
+  std::vector<Range> ranges_;
+  std::vector<std::atomic<bool>> used_;
+  const int size_;
+  std::mutex mutex_;
+  std::condition_variable wake_, done_;
+  std::atomic<int64_t> epoch_{0};
+  std::atomic<int> busy_{0};
+  bool stop_ = false;
+  const std::function<void(int64_t, int)>* fn_ = nullptr;
+  std::exception_ptr error_;
+};
+
+// All process-wide state, reached through one pointer so that a forked child can drop it whole.
+struct State {
+  std::recursive_mutex entry;
+  std::unique_ptr<Pool> pool;
+  int wanted = 0;
+  bool oversubscribe = false;
+  std::map<std::pair<int, int>, Buffer> buffers;
+  std::mutex buffers_mutex;
+};
+
+State*& state_slot() {
+  static State* s = nullptr;
+  return s;
+}
+
+State& state() {
+  State*& s = state_slot();
+  if (!s) {
+    static std::mutex m;
+    std::lock_guard lock(m);
+    if (!s) {
+      static bool once = [] {
+        // The child owns none of the parent's threads and may hold copies of taken locks: start over.
+        pthread_atfork(nullptr, nullptr, [] {
+          State* old = state_slot();
+          if (!old) return;
+          auto* fresh = new State;
+          fresh->wanted = old->wanted;
+          fresh->oversubscribe = old->oversubscribe;
+          state_slot() = fresh;
+        });
+        atexit([] {
+          if (State* s = state_slot()) s->pool.reset();
+        });
+        return true;
+      }();
+      (void)once;
+      s = new State;
+    }
+  }
+  return *s;
+}
+
+int cgroup_quota() {
+  auto read = [](const char* path) {
+    std::ifstream f(path);
+    std::string word;
+    f >> word;
+    return word;
+  };
+  std::ifstream v2("/sys/fs/cgroup/cpu.max");
+  std::string quota, period;
+  if (!(v2 >> quota >> period)) {
+    quota = read("/sys/fs/cgroup/cpu/cpu.cfs_quota_us");
+    period = read("/sys/fs/cgroup/cpu/cpu.cfs_period_us");
+  }
+  double q = atof(quota.c_str()), p = atof(period.c_str());
+  return q > 0 && p > 0 ? std::max(1, int(q / p + 0.5)) : 1 << 20;
+}
+
+Pool& pool() {
+  State& s = state();
+  int n = threads();
+  if (!s.pool || s.pool->size() != n) s.pool = std::make_unique<Pool>(n);
+  return *s.pool;
+}
+
+}  // namespace
+
+int allowed_cpus() {
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  int n = sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set) : int(std::thread::hardware_concurrency());
+  return std::max(1, std::min(n, cgroup_quota()));
+}
+
+void set_threads(int n, bool oversubscribe) {
+  if (n < 0) throw std::invalid_argument("threads is " + std::to_string(n) + "; give a number >= 1, or none for all allowed CPUs");
+  if (n > allowed_cpus() && !oversubscribe)
+    throw std::invalid_argument("threads is " + std::to_string(n) + " but only " + std::to_string(allowed_cpus()) +
+                                " CPUs are allowed here (affinity and cgroup); lower threads or widen the CPU set");
+  Entry lock;
+  state().wanted = n;
+  state().oversubscribe = oversubscribe;
+}
+
+int threads() {
+  State& s = state();
+  return s.wanted ? s.wanted : allowed_cpus();
+}
+
+void parallel(int64_t tasks, const std::function<void(int64_t, int)>& fn) {
+  Entry lock;
+  pool().run(tasks, fn);
+}
+
+Entry::Entry() { state().entry.lock(); }
+Entry::~Entry() { state().entry.unlock(); }
+
+void delay_first_worker(int us) {
+  Entry lock;
+  pool().delay = us;
+}
+
+int workers_seen() {
+  Entry lock;
+  int n = 0;
+  for (auto& u : pool().used()) n += u.exchange(false);
+  return n;
+}
+
+void* scratch(int worker, int slot, int64_t bytes) {
+  State& s = state();
+  Buffer* b;
+  {
+    std::lock_guard lock(s.buffers_mutex);
+    b = &s.buffers[{worker, slot}];
+  }
+  return b->grow(bytes);
+}
+
+}  // namespace kt

@@ -1,0 +1,25 @@
+// Which kernels exist, which this CPU can run, which one is used.
+#pragma once
+#include <atomic>
+#include <string>
+#include <vector>
+
+#include "kernel.h"
+
+namespace kt {
+
+struct KernelEntry {
+  const Kernel* kernel;
+  bool usable;                    // CPU and operating system allow it
+  std::atomic<uint64_t>* calls;   // tasks that ran with it
+};
+
+const std::vector<KernelEntry>& registry();
+// Tier in use: forced, else the last usable one in the order of kIsaOrder. Throws on an unknown or unusable name.
+std::string current_isa();
+void force_isa(const std::string& name);  // "" = automatic
+const KernelEntry& find_kernel(const std::string& format);  // in the current tier
+// "avx2 fma" -> names the CPU lacks (empty: usable).
+std::string missing_features(const char* needed);
+
+}  // namespace kt

@@ -1,0 +1,48 @@
+// Counting sort of the (token, slot) assignments by expert.
+#pragma once
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "kt.h"
+
+namespace kt {
+
+struct Route {
+  std::vector<int32_t> expert;      // experts that got at least one assignment, ascending
+  std::vector<int64_t> start;       // rows of expert[i]: [start[i], start[i + 1])
+  std::vector<int32_t> assignment;  // token * top_k + slot, by expert, then ascending
+  std::vector<int32_t> token;       // row -> token
+  std::vector<float> weight;        // row -> routing weight
+
+  int64_t rows() const { return int64_t(token.size()); }
+  int64_t active() const { return int64_t(expert.size()); }
+};
+
+inline Route make_route(int64_t tokens, int64_t top_k, int64_t experts, const int64_t* index, const float* weight) {
+  Route r;
+  const int64_t n = tokens * top_k;
+  std::vector<int64_t> at(size_t(experts) + 1, 0);
+  for (int64_t i = 0; i < n; ++i) {
+    if (index[i] < 0 || index[i] >= experts)
+      throw std::invalid_argument("top_k_index holds " + std::to_string(index[i]) + " for token " +
+                                  std::to_string(i / top_k) + "; this layer has experts 0.." + std::to_string(experts - 1));
+    ++at[size_t(index[i]) + 1];
+  }
+  r.start.push_back(0);
+  for (int64_t e = 0; e < experts; ++e) {
+    if (at[size_t(e) + 1]) {
+      r.expert.push_back(int32_t(e));
+      r.start.push_back(r.start.back() + at[size_t(e) + 1]);
+    }
+    at[size_t(e) + 1] += at[size_t(e)];
+  }
+  r.assignment.resize(size_t(n)), r.token.resize(size_t(n)), r.weight.resize(size_t(n));
+  for (int64_t i = 0; i < n; ++i) {
+    size_t p = size_t(at[size_t(index[i])]++);
+    r.assignment[p] = int32_t(i), r.token[p] = int32_t(i / top_k), r.weight[p] = weight[i];
+  }
+  return r;
+}
+
+}  // namespace kt

@@ -1,0 +1,389 @@
+"""Packed routed experts of one MoE layer: pack, forward, backward.
+
+The checked face of the native core: shapes, dtypes and devices are verified here, the kernels get
+addresses. Weight shapes: gate and up ``[I, H]``, down ``[H, I]``; see DESIGN.md section 3 for the
+packed layout and section 5 for the numerics.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kt_core import _kt, runtime
+
+PROJECTIONS = ("gate", "up", "down")
+ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "sigmoid": 4}
+_DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+_DEFAULT_GROUP = {"bf16": 0, "int8": 128, "int4": 32}
+
+
+@dataclass(frozen=True)
+class Lora:
+    """Per-expert LoRA factors of one layer.
+
+    ``a[p]``: ``[E, r, in]``, ``b[p]``: ``[E, out, r]``, contiguous CPU tensors, all bf16 or all fp32;
+    a projection may be absent from both. delta W_p = scaling * b[p] @ a[p]. The kernels round the
+    factors to bf16.
+
+    ``dropout`` zeroes elements of the input of A, keyed by (seed, projection, token * top_k + slot,
+    element), so a second forward with the same seed repeats it. ``seed``: 0 <= seed < 2**63.
+    """
+
+    a: Mapping[str, Tensor]
+    b: Mapping[str, Tensor]
+    scaling: float | Mapping[str, float]
+    dropout: float = 0.0
+    seed: int = 0
+
+    def scaling_of(self, projection: str) -> float:
+        """The scaling of one projection."""
+        return self.scaling if isinstance(self.scaling, float | int) else self.scaling[projection]
+
+
+@dataclass(frozen=True)
+class Grads:
+    """Gradients of one layer: ``dx [T, H]`` (dtype of x), ``dw [T, K]`` fp32, ``a``/``b`` fp32 by projection."""
+
+    dx: Tensor | None
+    dw: Tensor | None
+    a: dict[str, Tensor] = field(default_factory=dict)
+    b: dict[str, Tensor] = field(default_factory=dict)
+
+
+class Experts:
+    """Packed routed experts of one MoE layer, in CPU memory.
+
+    Args:
+        num_experts, hidden, intermediate: E, H, I.
+        format: ``bf16``, ``int8`` or ``int4``.
+        group: values of the reduction dimension per scale: 32, 64, 128, 0 (per channel), or None for
+            the format's default (int8: 128, int4: 32). bf16 has no scales and ignores it.
+        activation: key of ``ACTIVATIONS``.
+        buffer: where packed bytes live (buffer protocol, 64-byte aligned, e.g. an mmap); None allocates.
+        name: used in error messages.
+
+    Raises:
+        ValueError: unknown format, group or activation, sizes < 1, or a buffer that is too small.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        hidden: int,
+        intermediate: int,
+        *,
+        format: str = "int8",
+        group: int | None = None,
+        activation: str = "silu",
+        buffer: Any = None,
+        name: str = "experts",
+    ) -> None:
+        self.num_experts, self.hidden, self.intermediate = num_experts, hidden, intermediate
+        self.format, self.activation, self.name = format, activation, name
+        self._layer = _native_layer(
+            num_experts, hidden, intermediate, format, group, activation, name
+        )
+        self.group = int(self._layer.group)
+        self.nbytes = int(self._layer.nbytes)
+        self._buffer = _anonymous(self.nbytes) if buffer is None else buffer
+        self._layer.attach(self._buffer)
+        self._filled = [[False] * 3 for _ in range(num_experts)]
+
+    @staticmethod
+    def packed_nbytes(
+        num_experts: int, hidden: int, intermediate: int, format: str, group: int | None = None
+    ) -> int:
+        """Bytes of a packed layer of these sizes."""
+        layer = _native_layer(num_experts, hidden, intermediate, format, group, "silu", "experts")
+        return int(layer.nbytes)
+
+    @classmethod
+    def from_packed(
+        cls,
+        num_experts: int,
+        hidden: int,
+        intermediate: int,
+        *,
+        buffer: Any,
+        format: str,
+        group: int | None = None,
+        activation: str = "silu",
+        name: str = "experts",
+    ) -> Experts:
+        """A layer over ``buffer`` that already holds its complete packed bytes (read only is fine)."""
+        layer = cls(
+            num_experts,
+            hidden,
+            intermediate,
+            format=format,
+            group=group,
+            activation=activation,
+            buffer=buffer,
+            name=name,
+        )
+        layer._filled = [[True] * 3 for _ in range(num_experts)]
+        return layer
+
+    def put(self, expert: int, projection: str, weight: Tensor) -> None:
+        """Pack one matrix: gate/up ``[I, H]``, down ``[H, I]``, bf16, fp16 or fp32 on CPU.
+
+        Raises:
+            ValueError: wrong shape, dtype or device, expert out of range, NaN or Inf in the weight.
+        """
+        what = f"{self.name} expert {expert} {projection}_proj"
+        p = self._projection(expert, projection)
+        shape = self._shape(projection)
+        if tuple(weight.shape) != shape:
+            raise ValueError(f"{what} has shape {tuple(weight.shape)}; this layer needs {shape}")
+        if weight.dtype not in _DTYPES or weight.device.type != "cpu":
+            raise ValueError(
+                f"{what} is {weight.dtype} on {weight.device}; give bf16, fp16 or fp32 on cpu"
+            )
+        if weight.stride(1) != 1:
+            weight = weight.contiguous()
+        if not self._layer.pack(
+            expert, p, weight.data_ptr(), _DTYPES[weight.dtype], weight.stride(0)
+        ):
+            raise ValueError(
+                f"{what} holds NaN or Inf; the checkpoint is damaged, load a good copy"
+            )
+        self._filled[expert][p] = True
+
+    def get(self, expert: int, projection: str) -> Tensor:
+        """The dequantized matrix, fp32."""
+        p = self._projection(expert, projection)
+        out = torch.empty(self._shape(projection), dtype=torch.float32)
+        self._layer.unpack(expert, p, out.data_ptr())
+        return out
+
+    def missing(self) -> list[tuple[int, str]]:
+        """(expert, projection) pairs that were never put."""
+        return [
+            (e, name)
+            for e, row in enumerate(self._filled)
+            for name, there in zip(PROJECTIONS, row, strict=True)
+            if not there
+        ]
+
+    def packed(self) -> memoryview:
+        """The packed bytes (``nbytes`` long)."""
+        return memoryview(self._buffer).cast("B")[: self.nbytes]
+
+    def forward(
+        self,
+        x: Tensor,
+        top_k_index: Tensor,
+        top_k_weights: Tensor,
+        lora: Lora | None = None,
+        *,
+        save: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Expert outputs weighted and summed per token.
+
+        Args:
+            x: ``[T, H]`` bf16 or fp32 (rounded to bf16).
+            top_k_index: ``[T, K]`` int64, values in [0, E).
+            top_k_weights: ``[T, K]`` floating point.
+            lora: adapter factors.
+            save: also return the gate and up pre-activations for :meth:`backward`.
+
+        Returns:
+            ``(out [T, H] in x's dtype, saved [T * K, 2, I] bf16 or None)``.
+
+        Raises:
+            ValueError: shapes, dtypes, devices or indices that do not fit, or a layer with missing weights.
+        """
+        tokens, top_k, rows, index, weights = self._batch(x, top_k_index, top_k_weights)
+        out = torch.empty(tokens, self.hidden, dtype=torch.float32)
+        saved = None
+        if save:
+            saved = torch.empty(tokens * top_k, 2, self.intermediate, dtype=torch.bfloat16)
+        native, keep = self._lora(lora)
+        with runtime.timed("forward"):
+            self._layer.forward(
+                tokens,
+                top_k,
+                rows.data_ptr(),
+                index.data_ptr(),
+                weights.data_ptr(),
+                native,
+                out.data_ptr(),
+                saved.data_ptr() if saved is not None else 0,
+            )
+        del keep
+        return out.to(x.dtype), saved
+
+    def backward(
+        self,
+        grad_out: Tensor,
+        x: Tensor,
+        top_k_index: Tensor,
+        top_k_weights: Tensor,
+        lora: Lora | None = None,
+        saved: Tensor | None = None,
+        *,
+        need_dx: bool = True,
+        need_dw: bool = True,
+        need_lora: bool = True,
+    ) -> Grads:
+        """Gradients of :meth:`forward` for ``grad_out [T, H]``; ``saved=None`` recomputes gate and up."""
+        tokens, top_k, rows, index, weights = self._batch(x, top_k_index, top_k_weights)
+        if grad_out.shape != x.shape:
+            raise ValueError(f"grad_out has shape {tuple(grad_out.shape)}; x has {tuple(x.shape)}")
+        if saved is not None and tuple(saved.shape) != (tokens * top_k, 2, self.intermediate):
+            raise ValueError(
+                f"saved has shape {tuple(saved.shape)}; forward returned "
+                f"{(tokens * top_k, 2, self.intermediate)} for this batch"
+            )
+        dy = grad_out.to(torch.bfloat16).contiguous()
+        dx = torch.empty(tokens, self.hidden, dtype=torch.float32) if need_dx else None
+        dw = torch.empty(tokens, top_k, dtype=torch.float32) if need_dw else None
+        native, keep = self._lora(lora)
+        a: dict[str, Tensor] = {}
+        b: dict[str, Tensor] = {}
+        if lora is not None and need_lora:
+            a = {p: torch.empty(t.shape, dtype=torch.float32) for p, t in lora.a.items()}
+            b = {p: torch.empty(t.shape, dtype=torch.float32) for p, t in lora.b.items()}
+        address = lambda t: t.data_ptr() if t is not None else 0  # noqa: E731
+        with runtime.timed("backward"):
+            self._layer.backward(
+                tokens,
+                top_k,
+                rows.data_ptr(),
+                index.data_ptr(),
+                weights.data_ptr(),
+                native,
+                dy.data_ptr(),
+                address(saved),
+                address(dx),
+                address(dw),
+                [address(a.get(p)) for p in PROJECTIONS],
+                [address(b.get(p)) for p in PROJECTIONS],
+            )
+        del keep
+        return Grads(dx.to(x.dtype) if dx is not None else None, dw, a, b)
+
+    # -- checks ---------------------------------------------------------------------------------
+
+    def _shape(self, projection: str) -> tuple[int, int]:
+        h, i = self.hidden, self.intermediate
+        return (h, i) if projection == "down" else (i, h)
+
+    def _projection(self, expert: int, projection: str) -> int:
+        if projection not in PROJECTIONS:
+            raise ValueError(f"projection is {projection!r}; give one of {', '.join(PROJECTIONS)}")
+        if not 0 <= expert < self.num_experts:
+            raise ValueError(
+                f"expert is {expert}; {self.name} has experts 0..{self.num_experts - 1}"
+            )
+        return PROJECTIONS.index(projection)
+
+    def _batch(
+        self, x: Tensor, index: Tensor, weights: Tensor
+    ) -> tuple[int, int, Tensor, Tensor, Tensor]:
+        for what, t in (("x", x), ("top_k_index", index), ("top_k_weights", weights)):
+            if t.device.type != "cpu" or t.dim() != 2:
+                raise ValueError(
+                    f"{what} is {t.dim()}-D on {t.device}; {self.name} needs 2-D on cpu"
+                )
+        if x.dtype not in (torch.bfloat16, torch.float32) or x.shape[1] != self.hidden:
+            raise ValueError(
+                f"x is {x.dtype} {tuple(x.shape)}; {self.name} needs bf16 or fp32 [T, {self.hidden}]"
+            )
+        if index.dtype != torch.int64 or not weights.is_floating_point():
+            raise ValueError(
+                f"top_k_index is {index.dtype} and top_k_weights {weights.dtype}; "
+                "give int64 and a floating dtype"
+            )
+        if index.shape != weights.shape or index.shape[0] != x.shape[0]:
+            raise ValueError(
+                f"top_k_index {tuple(index.shape)}, top_k_weights {tuple(weights.shape)} and "
+                f"x {tuple(x.shape)} do not agree on [T, K]"
+            )
+        if any(not all(row) for row in self._filled):
+            expert, projection = self.missing()[0]
+            raise ValueError(
+                f"{self.name} expert {expert} {projection}_proj was never loaded; put it first"
+            )
+        return (
+            int(x.shape[0]),
+            int(index.shape[1]),
+            x.detach().to(torch.bfloat16).contiguous(),
+            index.contiguous(),
+            weights.detach().to(torch.float32).contiguous(),
+        )
+
+    def _lora(self, lora: Lora | None) -> tuple[dict[str, Any] | None, list[Tensor]]:
+        """The native form, and the tensors it points to."""
+        if lora is None or not lora.a:
+            return None, []
+        if set(lora.a) != set(lora.b):
+            raise ValueError(f"lora.a has {sorted(lora.a)} but lora.b has {sorted(lora.b)}")
+        if not 0.0 <= lora.dropout < 1.0:
+            raise ValueError(f"lora dropout is {lora.dropout}; give a value in [0, 1)")
+        dtypes = {t.dtype for t in (*lora.a.values(), *lora.b.values())}
+        if len(dtypes) != 1 or not dtypes <= {torch.bfloat16, torch.float32}:
+            raise ValueError(
+                f"lora factors are {sorted(map(str, dtypes))}; give all bf16 or all fp32"
+            )
+        keep: list[Tensor] = []
+        projections: list[tuple[int, int, int, float] | None] = [None] * 3
+        for p, a in lora.a.items():
+            slot = self._projection(0, p)
+            out, inner = self._shape(p)
+            a, b = a.detach().contiguous(), lora.b[p].detach().contiguous()
+            r = a.shape[1]
+            if tuple(a.shape) != (self.num_experts, r, inner) or tuple(b.shape) != (
+                self.num_experts,
+                out,
+                r,
+            ):
+                raise ValueError(
+                    f"lora {p} has A {tuple(a.shape)} and B {tuple(b.shape)}; {self.name} needs "
+                    f"A [{self.num_experts}, r, {inner}] and B [{self.num_experts}, {out}, r]"
+                )
+            keep += [a, b]
+            projections[slot] = (a.data_ptr(), b.data_ptr(), r, float(lora.scaling_of(p)))
+        native = {
+            "projections": projections,
+            "dtype": _DTYPES[next(iter(dtypes))],
+            "dropout": float(lora.dropout),
+            "seed": int(lora.seed),
+        }
+        return native, keep
+
+
+def _native_layer(
+    num_experts: int,
+    hidden: int,
+    intermediate: int,
+    format: str,
+    group: int | None,
+    activation: str,
+    name: str,
+) -> Any:
+    if min(num_experts, hidden, intermediate) < 1:
+        raise ValueError(
+            f"{name} has sizes E={num_experts}, H={hidden}, I={intermediate}; all must be >= 1"
+        )
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"{name} has activation {activation!r}; known: {', '.join(ACTIVATIONS)}")
+    if group is None:
+        group = _DEFAULT_GROUP.get(format, 0)
+    if group not in (0, 32, 64, 128):
+        raise ValueError(f"group is {group}; give 32, 64, 128, or 0 for one scale per channel")
+    return _kt.Layer(num_experts, hidden, intermediate, format, group, ACTIVATIONS[activation])
+
+
+def _anonymous(nbytes: int) -> mmap.mmap:
+    """Private zero pages; a forked child (a dataloader worker) does not get them."""
+    area = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    area.madvise(mmap.MADV_HUGEPAGE)
+    area.madvise(mmap.MADV_DONTFORK)
+    return area

@@ -1,0 +1,103 @@
+"""Process-wide settings of the native core: kernel tier, threads, time spent.
+
+Environment variables read here and nowhere else: ``KT_ISA`` (force a tier), ``KT_THREADS``
+(number of threads), ``KT_LOG`` (level of the ``kt`` logger). A setting that disagrees raises.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from kt_core import _kt
+
+log = logging.getLogger("kt")
+
+_seconds = {"forward": 0.0, "backward": 0.0}
+_seconds_lock = threading.Lock()
+
+
+def kernels() -> list[dict[str, object]]:
+    """Compiled kernels: ``isa``, ``format``, ``usable`` here, ``missing`` CPU features, ``calls`` so far."""
+    return list(_kt.kernels())
+
+
+def isa() -> str:
+    """Name of the kernel tier in use."""
+    return str(_kt.current_isa())
+
+
+def force_isa(name: str | None) -> None:
+    """Use one tier (None: the best this CPU has). Raises ValueError for an unknown or unusable name."""
+    _kt.force_isa(name or "")
+
+
+def allowed_cpus() -> int:
+    """CPUs this process may use: affinity mask capped by a cgroup quota."""
+    return int(_kt.allowed_cpus())
+
+
+def threads() -> int:
+    """Threads that expert kernels run on, the caller included."""
+    return int(_kt.threads())
+
+
+def set_threads(n: int | None) -> None:
+    """Set the number of threads (None: ``KT_THREADS`` or all allowed CPUs).
+
+    Raises:
+        ValueError: below 1, above :func:`allowed_cpus`, or different from ``KT_THREADS``.
+    """
+    env = _env_threads()
+    if n is not None and n < 1:
+        raise ValueError(
+            f"threads is {n}; give a number >= 1, or leave it out for all allowed CPUs"
+        )
+    if n is not None and env is not None and n != env:
+        raise ValueError(
+            f"threads is {n} but KT_THREADS is {env}; unset KT_THREADS or make them equal"
+        )
+    _kt.set_threads(n or env or 0)
+
+
+def seconds() -> dict[str, float]:
+    """Wall seconds this process spent in expert kernels, ``forward`` and ``backward``."""
+    with _seconds_lock:
+        return dict(_seconds)
+
+
+@contextmanager
+def timed(kind: str) -> Iterator[None]:
+    """Add the block's wall time to :func:`seconds` under ``forward`` or ``backward``."""
+    start = time.perf_counter()
+    try:
+        yield
+    finally:
+        with _seconds_lock:
+            _seconds[kind] += time.perf_counter() - start
+
+
+def _env_threads() -> int | None:
+    value = os.environ.get("KT_THREADS")
+    if not value:
+        return None
+    if not value.isdigit() or int(value) < 1:
+        raise ValueError(f"KT_THREADS is {value!r}; give a number >= 1 or unset it")
+    return int(value)
+
+
+def _apply_environment() -> None:
+    level = os.environ.get("KT_LOG")
+    if level:
+        if level.upper() not in ("DEBUG", "INFO", "WARNING", "ERROR"):
+            raise ValueError(f"KT_LOG is {level!r}; give one of DEBUG, INFO, WARNING, ERROR")
+        log.setLevel(level.upper())
+    force_isa(os.environ.get("KT_ISA"))
+    set_threads(None)
+
+
+_apply_environment()

@@ -1,0 +1,129 @@
+"""Random layers and the comparison with the reference, shared by the kernel tests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from reference import experts as reference
+from reference import round_bf16
+
+from kt_core.experts import PROJECTIONS, Experts, Lora
+
+FORWARD_BAR = 4e-3  # DESIGN section 5, bf16 domain
+GRAD_BAR = 6e-3
+
+
+@dataclass
+class Case:
+    """One layer, one batch, and fp32 leaves of what the kernels see."""
+
+    layer: Experts
+    x: torch.Tensor
+    index: torch.Tensor
+    weights: torch.Tensor
+    lora: Lora | None
+    dense: dict[str, torch.Tensor]
+    activation: str
+
+    def leaves(self):
+        x = round_bf16(self.x.float()).requires_grad_()
+        w = self.weights.clone().requires_grad_()
+        a, b = {}, {}
+        if self.lora:
+            a = {p: round_bf16(t).requires_grad_() for p, t in self.lora.a.items()}
+            b = {p: round_bf16(t).requires_grad_() for p, t in self.lora.b.items()}
+        return x, w, a, b
+
+    def run_reference(self, dy=None, masks=None):
+        x, w, a, b = self.leaves()
+        scaling = self.lora.scaling if self.lora else 0.0
+        out = reference(
+            x,
+            self.index,
+            w,
+            self.dense["gate"],
+            self.dense["up"],
+            self.dense["down"],
+            a=a,
+            b=b,
+            scaling=scaling,
+            activation=self.activation,
+            masks=masks,
+        )
+        grads = {}
+        if dy is not None:
+            out.backward(round_bf16(dy.float()))
+            grads = {"dx": x.grad, "dw": w.grad}
+            grads |= {f"a.{p}": t.grad for p, t in a.items()} | {f"b.{p}": t.grad for p, t in b.items()}
+        return out.detach(), grads
+
+
+def make_case(
+    *,
+    E=4,
+    H=64,
+    I=96,
+    T=17,
+    K=2,
+    format="int8",
+    group=None,
+    r=8,
+    lora=PROJECTIONS,
+    scaling=0.7,
+    activation="silu",
+    seed=0,
+    dtype=torch.bfloat16,
+    dropout=0.0,
+) -> Case:
+    g = torch.Generator().manual_seed(seed)
+    randn = lambda *s: torch.randn(*s, generator=g)  # noqa: E731
+    layer = Experts(E, H, I, format=format, group=group, activation=activation)
+    shapes = {"gate": (I, H), "up": (I, H), "down": (H, I)}
+    dense = {p: torch.empty(E, *s) for p, s in shapes.items()}
+    for e in range(E):
+        for p, s in shapes.items():
+            layer.put(e, p, randn(*s) / s[1] ** 0.5)
+            dense[p][e] = layer.get(e, p)
+    factors = None
+    if lora:
+        a = {p: randn(E, r, shapes[p][1]) / shapes[p][1] ** 0.5 for p in lora}
+        b = {p: randn(E, shapes[p][0], r) / r**0.5 for p in lora}
+        factors = Lora(a, b, scaling, dropout=dropout, seed=1234567)
+    index = torch.stack([torch.randperm(E, generator=g)[:K] for _ in range(T)]) if T else torch.zeros(0, K).long()
+    weights = torch.rand(T, K, generator=g) + 0.1
+    return Case(layer, randn(T, H).to(dtype), index, weights, factors, dense, activation)
+
+
+def relative(out: torch.Tensor, ref: torch.Tensor) -> float:
+    return float((out.float() - ref).norm() / ref.norm().clamp_min(1e-30))
+
+
+def check_close(name: str, out: torch.Tensor, ref: torch.Tensor, bar: float, rows: bool = True) -> None:
+    """The three conditions of DESIGN section 5."""
+    assert out.shape == ref.shape, name
+    assert torch.isfinite(out).all(), name
+    err = relative(out, ref)
+    assert err <= bar, f"{name}: relative error {err:.2e} > {bar:.0e}"
+    if not rows or ref.dim() < 2 or not ref.numel():
+        return
+    o, t = out.float().reshape(-1, ref.shape[-1]), ref.reshape(-1, ref.shape[-1])
+    rms = t.pow(2).mean(-1).sqrt()
+    live = rms > 1e-3 * rms.max()
+    row = ((o - t).norm(dim=-1) / t.norm(dim=-1).clamp_min(1e-30))[live]
+    assert row.max() <= 3 * bar, f"{name}: row error {row.max():.2e} > {3 * bar:.1e}"
+    worst = ((o - t).abs() / rms[:, None])[live].max()
+    assert worst <= 0.05, f"{name}: an element is off by {worst:.3f} of its row's RMS"
+
+
+def check_case(case: Case, saved: bool = True) -> None:
+    dy = torch.randn(case.x.shape, generator=torch.Generator().manual_seed(9)).to(torch.bfloat16)
+    ref, grads = case.run_reference(dy)
+    out, kept = case.layer.forward(case.x.float(), case.index, case.weights, case.lora, save=saved)
+    check_close("forward", out, ref, FORWARD_BAR)
+    got = case.layer.backward(dy.float(), case.x.float(), case.index, case.weights, case.lora, kept)
+    check_close("dx", got.dx, grads["dx"], GRAD_BAR)
+    check_close("dw", got.dw, grads["dw"], GRAD_BAR, rows=False)
+    for p in got.a:
+        check_close(f"a.{p}", got.a[p], grads[f"a.{p}"], GRAD_BAR, rows=False)
+        check_close(f"b.{p}", got.b[p], grads[f"b.{p}"], GRAD_BAR, rows=False)
