@@ -84,7 +84,7 @@ def _run(
         factors,
         handle_of(experts),
         ",".join(names),
-        1.0 if lora is None else lora.scaling,
+        [] if lora is None else [lora.scaling_of(p) for p in names],
         0.0 if lora is None else lora.dropout,
         0 if lora is None else lora.seed,
         retain and needs_grad,
@@ -100,7 +100,7 @@ def experts_forward(
     lora: Sequence[Tensor],
     handle: int,
     projections: str,
-    scaling: float,
+    scaling: Sequence[float],
     dropout: float,
     seed: int,
     save: bool,
@@ -126,11 +126,17 @@ def experts_backward(
     saved: Tensor,
     handle: int,
     projections: str,
-    scaling: float,
+    scaling: Sequence[float],
     dropout: float,
     seed: int,
+    need_x: bool,
+    need_weights: bool,
+    need_lora: bool,
 ) -> list[Tensor]:
-    """Gradients of x, top_k_weights and every LoRA tensor, in the dtypes and on the devices of their inputs."""
+    """Gradients of x, top_k_weights and every LoRA tensor, in the dtypes and on the devices of their inputs.
+
+    One that is not needed is an empty tensor.
+    """
     experts = _lookup(handle)
     hg, hx, hi, hw, *factors = staging.to_host(
         [_computable(grad_out), _computable(x), top_k_index, top_k_weights, *lora]
@@ -142,13 +148,20 @@ def experts_backward(
         hw,
         _lora(factors, projections, scaling, dropout, seed),
         saved if saved.numel() else None,
+        need_dx=need_x,
+        need_dw=need_weights,
+        need_lora=need_lora,
     )
-    if grads.dx is None or grads.dw is None:
-        raise RuntimeError(f"{experts.name}: the backward kernel returned no gradient of its input")
     names = _names(projections)
-    results = [grads.dx, grads.dw, *(grads.a[p] for p in names), *(grads.b[p] for p in names)]
+    results = [
+        grads.dx,
+        grads.dw,
+        *(grads.a.get(p) for p in names),
+        *(grads.b.get(p) for p in names),
+    ]
     return [
-        staging.to_device(g, t) for g, t in zip(results, [x, top_k_weights, *lora], strict=True)
+        like.new_empty(0) if g is None else staging.to_device(g, like)
+        for g, like in zip(results, [x, top_k_weights, *lora], strict=True)
     ]
 
 
@@ -157,15 +170,14 @@ def _names(projections: str) -> list[str]:
 
 
 def _lora(
-    factors: list[Tensor], projections: str, scaling: float, dropout: float, seed: int
+    factors: list[Tensor], projections: str, scaling: Sequence[float], dropout: float, seed: int
 ) -> Lora | None:
     names = _names(projections)
     if not names:
         return None
     a, b = factors[: len(names)], factors[len(names) :]
-    return Lora(
-        dict(zip(names, a, strict=True)), dict(zip(names, b, strict=True)), scaling, dropout, seed
-    )
+    by_name = (dict(zip(names, values, strict=True)) for values in (a, b, scaling))
+    return Lora(*by_name, dropout, seed)
 
 
 def _computable(x: Tensor) -> Tensor:
@@ -180,7 +192,7 @@ def _(
     lora: Sequence[Tensor],
     handle: int,
     projections: str,
-    scaling: float,
+    scaling: Sequence[float],
     dropout: float,
     seed: int,
     save: bool,
@@ -201,11 +213,19 @@ def _(
     saved: Tensor,
     handle: int,
     projections: str,
-    scaling: float,
+    scaling: Sequence[float],
     dropout: float,
     seed: int,
+    need_x: bool,
+    need_weights: bool,
+    need_lora: bool,
 ) -> list[Tensor]:
-    return [torch.empty_like(t) for t in (x, top_k_weights, *lora)]
+    needed = (need_x, need_weights, *(need_lora for _ in lora))
+    inputs = (x, top_k_weights, *lora)
+    return [
+        torch.empty_like(t) if need else t.new_empty(0)
+        for t, need in zip(inputs, needed, strict=True)
+    ]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -220,10 +240,19 @@ def _backward(ctx: Any, grad_out: Tensor | None, _grad_saved: Tensor | None) -> 
     unused = (None,) * 6
     if grad_out is None:
         return None, None, None, [None] * len(lora), *unused
-    dx, dw, *dlora = torch.ops.kt.experts_backward(
-        grad_out, x, top_k_index, top_k_weights, lora, saved, *ctx.constants
-    )
     need_x, _, need_w, need_lora = ctx.needs_input_grad[:4]
+    dx, dw, *dlora = torch.ops.kt.experts_backward(
+        grad_out,
+        x,
+        top_k_index,
+        top_k_weights,
+        lora,
+        saved,
+        *ctx.constants,
+        need_x,
+        need_w,
+        any(need_lora),
+    )
     return (
         dx if need_x else None,
         None,

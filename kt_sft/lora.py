@@ -98,7 +98,7 @@ class KTExpertsLoraLinear(nn.Module, LoraLayer):
             _initialise(a[key], b[key], config.init_lora_weights)
             alpha = plan.alpha[projection]
             scaling[projection] = alpha / (math.sqrt(rank) if config.use_rslora else rank)
-        # peft's contract is one number per adapter; a projection whose own differs is scaled through B at the call
+        # peft's contract is one number per adapter; projections may have their own beside it
         self.scaling[adapter_name] = next(iter(scaling.values()))
         self._caches[f"scaling.{adapter_name}"] = scaling
         self.lora_A[adapter_name] = ExpertFactors(a)
@@ -141,11 +141,9 @@ class KTExpertsLoraLinear(nn.Module, LoraLayer):
             )
             for n in active
         ]
-        scales = {s for _, _, scaling in parts for s in scaling.values()}
-        if len(parts) == 1 and len(scales) == 1:
-            a, b, _ = parts[0]
-            return Lora(a, b, scales.pop(), dropout, seed)
-        # Several adapters, or projections of different scale: one LoRA of summed rank, scales folded into B.
+        if len(parts) == 1:
+            return Lora(*parts[0], dropout, seed)
+        # Several adapters: one LoRA of summed rank, scales folded into B.
         a, b = {}, {}
         for p in PROJECTION_KEYS:
             having = [(fa[p], fb[p] * scaling[p]) for fa, fb, scaling in parts if p in fa]

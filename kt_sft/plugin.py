@@ -110,11 +110,9 @@ def _wrap(owner: Any, name: str, replacement: Callable[..., Any], expected: list
     setattr(owner, name, classmethod(hooked) if isinstance(stored, classmethod) else hooked)
 
 
-@contextmanager
-def loading(config: KTConfig) -> Iterator[None]:
-    """Inside it, `from_pretrained` of a causal language model puts the experts into CPU memory, ready for training."""
-    install()
-    settings = hf.LoadSettings(
+def load_settings(config: KTConfig) -> hf.LoadSettings:
+    """What kt_core is told for `config`; raises ValueError for what this version of it cannot do."""
+    return hf.LoadSettings(
         format=config.format,
         group=config.group,
         threads=config.threads,
@@ -122,7 +120,13 @@ def loading(config: KTConfig) -> Iterator[None]:
         packed_dir=config.packed_dir,
         runner=autograd.runner(config.activation),
     )
-    with hf.experts_on_cpu(settings):
+
+
+@contextmanager
+def loading(config: KTConfig) -> Iterator[None]:
+    """Inside it, `from_pretrained` of a causal language model puts the experts into CPU memory, ready for training."""
+    install()
+    with hf.experts_on_cpu(load_settings(config)):
         yield
 
 

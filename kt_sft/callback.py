@@ -1,0 +1,180 @@
+"""The trainer callback: counts what is trained, watches the first gradients, and writes kt_stats.json at the end."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import resource
+import time
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from kt_core import runtime
+from kt_sft.peft_io import has_experts
+
+log = logging.getLogger("kt")
+STATS_FILE = "kt_stats.json"
+GROUPS = ("attention", "shared", "experts", "router", "other")
+
+
+def group_of(name: str) -> str:
+    """The part of a mixture-of-experts model that a parameter belongs to, from its name."""
+    parts = name.split(".")
+    if "experts" in parts:
+        return "experts"
+    if any("attn" in p or "attention" in p for p in parts):
+        return "attention"
+    if "gate" in parts or "router" in parts:
+        return "router"
+    if any(p in ("mlp", "shared_experts", "shared_expert", "feed_forward") for p in parts):
+        return "shared"  # shared experts and the dense MLPs of layers that have no routed ones
+    return "other"
+
+
+def count_trainable(model: nn.Module) -> dict[str, int]:
+    """Trainable parameters by group; sharded parameters count with their global size."""
+    counts: Counter[str] = Counter()
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            counts[group_of(name)] += parameter.numel()
+    return {group: counts[group] for group in GROUPS if counts[group] or group != "other"}
+
+
+class KTCallback(TrainerCallback):
+    """Added by the LLaMA-Factory seam; may be given to any transformers Trainer of a model with CPU experts.
+
+    Prints the trainable parameters by part and raises if the optimizer holds others; stops the run if a whole part has
+    only zero gradients at the first step; writes kt_stats.json into output_dir when training ends.
+    """
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        self.started = 0.0
+        self.before: dict[str, float] = {}
+        self.checked = False
+        self._hook: Any = None
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kw: Any
+    ) -> None:
+        """Counts, compares with the optimizer, starts the clock."""
+        model = kw["model"]
+        if not has_experts(model):
+            raise ValueError(
+                "this callback is for models with experts in CPU memory; set use_kt: true or leave it out"
+            )
+        counts = count_trainable(model)
+        total = sum(counts.values())
+        if state.is_world_process_zero:
+            parts = ", ".join(f"{group} {n:,}" for group, n in counts.items())
+            print(f"kt: trainable parameters: {total:,} ({parts})", flush=True)
+        held = _optimizer_parameters(kw.get("optimizer"))
+        if held is not None and held != total:
+            raise RuntimeError(
+                f"the optimizer holds {held:,} parameters but the model trains {total:,}; some would never change, "
+                "check the LoRA targets and the optimizer setting"
+            )
+        self.counts = counts
+        self._hook = model.register_forward_pre_hook(self._count_tokens, with_kwargs=True)
+        self.before = dict(runtime.seconds())
+        self.started = time.perf_counter()
+
+    def _count_tokens(self, model: nn.Module, inputs: tuple[Any, ...], kw: dict[str, Any]) -> None:
+        if not torch.is_grad_enabled() or not model.training:
+            return
+        mask, ids = kw.get("attention_mask"), kw.get("input_ids")
+        if isinstance(mask, Tensor) and mask.dim() == 2:
+            self.tokens += int((mask != 0).sum())
+        elif isinstance(ids, Tensor):
+            self.tokens += ids.numel()
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kw: Any
+    ) -> None:
+        """At the first step of this run: a part whose gradients are all zero will not learn."""
+        if self.checked:
+            return
+        self.checked = True
+        if args.deepspeed is None:
+            check_gradients(kw["model"])
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kw: Any
+    ) -> None:
+        """Writes kt_stats.json (on the first process, numbers of all)."""
+        elapsed = time.perf_counter() - self.started
+        if self._hook is not None:
+            self._hook.remove()
+        after = runtime.seconds()
+        seconds = {key: after[key] - self.before.get(key, 0.0) for key in after}
+        tokens = int(_over_ranks(float(self.tokens), "sum"))
+        if not state.is_world_process_zero or args.output_dir is None:
+            return
+        losses = [entry["loss"] for entry in state.log_history if "loss" in entry]
+        stats = {
+            "tokens": tokens,
+            "tokens_per_s": tokens / elapsed if elapsed else 0.0,
+            "train_seconds": elapsed,
+            "expert_seconds": seconds,
+            "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            "steps": state.global_step,
+            "trainable": self.counts,
+            "first_loss": losses[0] if losses else None,
+            "last_loss": losses[-1] if losses else None,
+        }
+        os.makedirs(args.output_dir, exist_ok=True)
+        with open(os.path.join(args.output_dir, STATS_FILE), "w") as file:
+            json.dump(stats, file, indent=2)
+        print(
+            f"kt: {tokens:,} tokens, {stats['tokens_per_s']:.1f} tokens/s, "
+            f"{sum(seconds.values()):.1f} s in experts, peak memory {stats['peak_rss_bytes'] / 2**30:.2f} GiB",
+            flush=True,
+        )
+
+
+def check_gradients(model: nn.Module) -> None:
+    """Raises RuntimeError if every trainable parameter of a part (attention, experts, ...) has a zero gradient."""
+    largest: dict[str, float] = {}
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        gradient = parameter.grad
+        if isinstance(gradient, torch.distributed.tensor.DTensor):
+            gradient = gradient.to_local()
+        peak = float(gradient.abs().max()) if gradient is not None and gradient.numel() else 0.0
+        group = group_of(name)
+        largest[group] = max(largest.get(group, 0.0), peak)
+    for group in GROUPS:  # the same order, and so the same collectives, on every rank
+        if group in largest and _over_ranks(largest[group], "max") == 0.0:
+            raise RuntimeError(
+                f"all gradients of the adapter's {group} parameters are zero at the first step, so they would never be "
+                "trained; check that the labels are not all masked and that the adapter is active"
+            )
+
+
+def _over_ranks(value: float, how: str) -> float:
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return value
+    device = "cpu"
+    if torch.distributed.get_backend() == "nccl":
+        device = f"cuda:{torch.cuda.current_device()}"
+    tensor = torch.tensor([value], dtype=torch.float64, device=device)
+    operation = {"sum": torch.distributed.ReduceOp.SUM, "max": torch.distributed.ReduceOp.MAX}[how]
+    torch.distributed.all_reduce(tensor, operation)
+    return float(tensor.item())
+
+
+def _optimizer_parameters(optimizer: Any) -> int | None:
+    """Parameters in a torch optimizer, also behind accelerate's wrapper; None where it has no such groups."""
+    inner = optimizer
+    while inner is not None and not isinstance(inner, torch.optim.Optimizer):
+        inner = vars(inner).get("optimizer")
+    if inner is None or "Deep" in type(inner).__name__:
+        return None
+    unique = {id(p): p.numel() for group in inner.param_groups for p in group["params"]}
+    return sum(unique.values())
