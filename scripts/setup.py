@@ -105,6 +105,18 @@ def has_gpu() -> bool:
     return done.returncode == 0 and "GPU" in done.stdout
 
 
+def has_cmake() -> bool:
+    """Whether the system's CMake is as new as CMakeLists.txt asks."""
+    if shutil.which("cmake") is None:
+        return False
+    printed = subprocess.run(["cmake", "--version"], text=True, capture_output=True, check=False)
+    found = re.search(r"cmake version (\d+)\.(\d+)", printed.stdout)
+    asked = re.search(r"VERSION (\d+)\.(\d+)", (ROOT / "CMakeLists.txt").read_text())
+    if found is None or asked is None:
+        return False
+    return tuple(map(int, found.groups())) >= tuple(map(int, asked.groups()))
+
+
 def make_venv() -> None:
     if PYTHON.exists() and pip("--version").returncode == 0:
         return
@@ -180,7 +192,7 @@ def requirements() -> list[str]:
         if name is None or "extra ==" in line or name[0] in LEFT_OUT:
             continue
         found.append(name[0] if line in listed and name[0] in RELAXED else line)
-    if shutil.which("cmake") is None:
+    if not has_cmake():
         found.append("cmake")
     return found
 
