@@ -26,9 +26,6 @@ from kt_core import checkpoint, experts, packing, runtime
 from kt_core.layout import ExpertsLayout, find_experts
 from kt_core.module import KTExpertsLinear, Runner, inference_runner
 
-# Weights per scale where the user gives none: int8 is exact enough per 128, int4 needs 32.
-_DEFAULT_GROUP = {"int8": 128, "int4": 32}
-
 _WRAPPED_ARGUMENTS = ["model", "state_dict", "checkpoint_files", "load_config"]
 
 # What transformers does to expert tensors when it loads them, as far as the dialects do the same.
@@ -53,7 +50,7 @@ class LoadSettings:
         formats = sorted({str(kernel["format"]) for kernel in runtime.kernels()})
         if self.format not in formats:
             raise ValueError(f"format {self.format!r} is not known; choose one of {formats}")
-        if self.group is not None and self.format not in _DEFAULT_GROUP:
+        if self.group is not None and self.weights_per_scale != self.group:
             raise ValueError(
                 f"group {self.group} has no meaning for format {self.format}; remove it"
             )
@@ -66,8 +63,8 @@ class LoadSettings:
 
     @property
     def weights_per_scale(self) -> int:
-        """The group the packer is told."""
-        return _DEFAULT_GROUP.get(self.format, 0) if self.group is None else self.group
+        """The group that is used: the one given or the format's default, 0 for none."""
+        return experts.Experts(1, 1, 1, format=self.format, group=self.group).group
 
 
 _active: ContextVar[LoadSettings | None] = ContextVar("kt_load_settings", default=None)

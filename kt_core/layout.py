@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
+
 from torch import nn
 
 from kt_core.checkpoint import Shape

@@ -1,5 +1,5 @@
 """From a checkpoint to packed experts, in anonymous memory or mapped from the packed file.
- Headers first, then the memory plan, then weights: a refusal leaves nothing half-made. At any
+ The memory plan first, then headers, then weights: a refusal leaves nothing half-made. At any
 moment one part (one projection of one expert) is held unpacked and, where a packed file is written,
 one packed layer.
 """
@@ -39,17 +39,17 @@ def pack(
     packed file is, or is made. Raises ValueError, FileNotFoundError, OSError or MemoryError, in one
     sentence.
     """
-    want = checkpoint.Want({layout.name: layout.shape for layout in layouts}, transposed)
-    parts = checkpoint.collect(source, want)
     sizes = {x.name: experts.Experts.packed_nbytes(*x.shape, format, group) for x in layouts}
-    largest = max(part.nbytes for layer in parts.values() for part in layer)
+    part = max(4 * x.hidden * x.intermediate for x in layouts)  # unpacked, fp32 at most
     plan = memory.MemoryPlan(
         experts=sum(sizes.values()),
         other=other_bytes,
-        staging=largest + (max(sizes.values()) if packed_dir else 0),
+        staging=part + (max(sizes.values()) if packed_dir else 0),
         mapped=sum(file.stat().st_size for file in source.files),
     )
-    memory.check(plan, memory.limits(), model)
+    memory.check(plan, memory.limits(), model)  # before headers: opening a file maps it
+    want = checkpoint.Want({layout.name: layout.shape for layout in layouts}, transposed)
+    parts = checkpoint.collect(source, want)
     options = {
         x.name: {"format": format, "group": group, "activation": x.activation, "name": x.name}
         for x in layouts
@@ -116,7 +116,7 @@ def _stored_bytes(parts: Parts) -> int:
 
 
 def _progress(what: str, total: int) -> tqdm:
-    """Bytes, rate and time left; silent where stderr is no terminal and on all ranks but the first."""
+    """Bytes, rate, time left; silent where stderr is no terminal and on ranks but the first."""
     joined = distributed.is_available() and distributed.is_initialized()
     disable = True if joined and distributed.get_rank() > 0 else None  # None: only on a terminal
     return tqdm(

@@ -108,7 +108,10 @@ class PackedWriter:
         try:
             with self._stream as stream:
                 if kind is None and len(self._crcs) != len(self._identity.layers):
-                    raise ValueError(f"{self._path}: {len(self._crcs)} layers were written")
+                    raise ValueError(
+                        f"{self._path}: {len(self._crcs)} of {len(self._identity.layers)} "
+                        "layers were written"
+                    )
                 if kind is None:
                     stream.truncate(self._size)
                     stream.seek(0)

@@ -48,13 +48,15 @@ class SlowExperts:
         intermediate,
         *,
         format="int8",
-        group=128,
+        group=None,
         activation="silu",
         buffer=None,
         name="",
     ):
         self.num_experts, self.hidden, self.intermediate = num_experts, hidden, intermediate
-        self.format, self.group, self.activation, self.name = format, group, activation, name
+        default = {"int8": 128, "int4": 32}.get(format, 0)
+        self.group = default if group is None or format == "bf16" else group
+        self.format, self.activation, self.name = format, activation, name
         self.nbytes = self.packed_nbytes(num_experts, hidden, intermediate, format, group)
         if (
             buffer is None
@@ -121,7 +123,19 @@ class SlowExperts:
             out.index_add_(0, token, y * weights[token, slot, None])
         return out.to(x.dtype), saved if save else None
 
-    def backward(self, grad_out, x, top_k_index, top_k_weights, lora=None, saved=None) -> Grads:
+    def backward(
+        self,
+        grad_out,
+        x,
+        top_k_index,
+        top_k_weights,
+        lora=None,
+        saved=None,
+        *,
+        need_dx=True,
+        need_dw=True,
+        need_lora=True,
+    ) -> Grads:
         """Gradients of sum(grad_out * out): dx [T, H], dw [T, K], a and b by projection."""
         self.backwards += 1
         dx, dw = torch.zeros_like(x, dtype=torch.float32), torch.zeros(top_k_weights.shape)
@@ -146,7 +160,12 @@ class SlowExperts:
             de += _delta_back(dgate, xe, e, "gate", lora, da, db)
             de += _delta_back(dup, xe, e, "up", lora, da, db)
             dx.index_add_(0, token, de)
-        return Grads(dx=dx.to(x.dtype), dw=dw, a=da, b=db)
+        return Grads(
+            dx=dx.to(x.dtype) if need_dx else None,
+            dw=dw if need_dw else None,
+            a=da if need_lora else {},
+            b=db if need_lora else {},
+        )
 
     def _gate_up(self, xe: Tensor, e: int, lora: Lora | None) -> tuple[Tensor, Tensor]:
         gate, up = F.linear(xe, self.gate_up[e]).chunk(2, dim=-1)
@@ -181,7 +200,7 @@ def _plus_delta(y: Tensor, x: Tensor, e: int, projection: str, lora: Lora | None
     if lora.dropout:
         raise NotImplementedError("SlowExperts knows no dropout; use the kernels")
     a, b = lora.a[projection][e].float(), lora.b[projection][e].float()
-    return y + lora.scaling * ((x @ a.T) @ b.T)
+    return y + lora.scaling_of(projection) * ((x @ a.T) @ b.T)
 
 
 def _delta_back(dy, x, e, projection, lora, da, db) -> Tensor | float:
@@ -191,6 +210,6 @@ def _delta_back(dy, x, e, projection, lora, da, db) -> Tensor | float:
     a, b = lora.a[projection][e].float(), lora.b[projection][e].float()
     t = dy @ b
     if da is not None:
-        da[projection][e] += lora.scaling * (t.T @ x)
-        db[projection][e] += lora.scaling * (dy.T @ (x @ a.T))
-    return lora.scaling * (t @ a)
+        da[projection][e] += lora.scaling_of(projection) * (t.T @ x)
+        db[projection][e] += lora.scaling_of(projection) * (dy.T @ (x @ a.T))
+    return lora.scaling_of(projection) * (t @ a)

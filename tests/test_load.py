@@ -91,6 +91,7 @@ def test_kernels_against_the_stock_model_on_dequantized_weights(family, format, 
     path = models.build(family, tmp_path)
     model = hf.load_model(path, format=format, dtype=torch.float32)
     reference = stock(path)
+    calls = {}
     for name, module in kt_modules(model).items():
         layer, fused = module.experts, reference.get_submodule(name)
         for e in range(layer.num_experts):
@@ -100,10 +101,20 @@ def test_kernels_against_the_stock_model_on_dequantized_weights(family, format, 
             assert (gate_up - original).norm() <= bar * original.norm()
             fused.gate_up_proj.data[e] = gate_up
             fused.down_proj.data[e] = layer.get(e, "down")
+        fused.register_forward_hook(lambda m, i, o, name=name: calls.update({name: i}))
     ours, theirs = logits(model), logits(reference)
-    # The kernels round activations to bf16 (4e-3 per layer); routing may not change, so no token
-    # strays further.
-    assert (ours - theirs).norm() <= 1e-2 * theirs.norm()
+    assert len(calls) == 2
+    # Each layer on the very input it gets in the model, at DESIGN's bar.
+    for name, (x, index, weights) in list(calls.items()):
+        x = x.bfloat16().float()
+        with torch.no_grad():
+            got = model.get_submodule(name)(x, index, weights)
+            expected = reference.get_submodule(name)(x, index, weights)
+        assert (got - expected).norm() <= 4e-3 * expected.norm()
+    # Rounding may tip a near-tie of the router for a few tokens, so the whole is judged by the
+    # median token.
+    error = (ours - theirs).norm(dim=-1) / theirs.norm(dim=-1)
+    assert error.median() <= 1e-2
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -294,13 +305,13 @@ def test_copies_share_the_weights(module):
 
 
 def test_pickling_is_refused(module):
-    with pytest.raises(TypeError, match="layer holds packed experts .* save the adapter"):
+    with pytest.raises(TypeError, match=r"layer holds packed experts .* save the adapter"):
         pickle.dumps(module)
 
 
 def test_inference_runner_refuses_gradients(module):
     x = torch.randn(3, 16, requires_grad=True)
-    with pytest.raises(RuntimeError, match="loaded for inference; .*no_grad"):
+    with pytest.raises(RuntimeError, match=r"loaded for inference; .*no_grad"):
         call(module, x)
     with torch.no_grad():
         call(module, x)
@@ -421,7 +432,7 @@ def test_pickled_checkpoint(tmp_path, nothing_packed):
 def test_gpt_oss_is_refused_by_name(tmp_path, nothing_packed):
     path = models.build("gpt_oss", tmp_path)
     with pytest.raises(
-        ValueError, match="is a GptOssExperts, whose experts have the parameters .*bias"
+        ValueError, match=r"is a GptOssExperts, whose experts have the parameters .*bias"
     ):
         hf.load_model(path)
 
