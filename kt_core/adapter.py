@@ -1,11 +1,13 @@
-"""PEFT adapters for inference: put them on a loaded model, switch them per call, merge them into a checkpoint.
+"""PEFT adapters for inference: put them on a loaded model, switch them per call, merge them into a
+checkpoint.
 
     load_adapter(model, "demo/adapter", "tuned")
     with adapter(model, "tuned"):
         model.generate(...)
     with adapter(model, None): ...            # the base model
 
-Reading directories and the orientation of factors are in adapter_format.py; there is no peft import here.
+Reading directories and the orientation of factors are in adapter_format.py; there is no peft import
+here.
 """
 
 from __future__ import annotations
@@ -30,13 +32,25 @@ from kt_core.adapter_format import AdapterData, Factors, read_adapter
 from kt_core.experts import Experts, Lora
 from kt_core.module import KTExpertsLinear, Runner
 
-__all__ = ["AdapterData", "adapter", "adapters", "load_adapter", "merge", "read_adapter", "unload_adapter"]
+__all__ = [
+    "AdapterData",
+    "adapter",
+    "adapters",
+    "load_adapter",
+    "merge",
+    "read_adapter",
+    "unload_adapter",
+]
 
 # Leaf names of expert projections in checkpoints, per-expert layout.
-_CHECKPOINT_NAMES = {"gate": ("gate_proj", "w1"), "up": ("up_proj", "w3"), "down": ("down_proj", "w2")}
+_CHECKPOINT_NAMES = {
+    "gate": ("gate_proj", "w1"),
+    "up": ("up_proj", "w3"),
+    "down": ("down_proj", "w2"),
+}
 
 
-# -------------------------------------------------------------------------------------------------- on a loaded model
+# ------------------------------------------------------------------------------- on a loaded model
 
 
 @dataclass
@@ -52,15 +66,19 @@ class _Attached:
 _attached: weakref.WeakKeyDictionary[nn.Module, _Attached] = weakref.WeakKeyDictionary()
 
 
-def load_adapter(model: nn.Module, directory: str | os.PathLike[str], name: str) -> None:
-    """Reads a PEFT LoRA directory and puts it on `model` (loaded by kt_core) under `name`; it is not active yet.
+def load_adapter(model: Any, directory: str | os.PathLike[str], name: str) -> None:
+    """Reads a PEFT LoRA directory and puts it on `model` (loaded by kt_core) under `name`; it is
+    not active yet.
 
-    Raises FileNotFoundError or ValueError, naming the tensor, for an adapter of another model, a rank or shape that does
-    not fit, or anything that could not be applied; the model is then unchanged.
+    Raises FileNotFoundError or ValueError, naming the tensor, for an adapter of another model, a
+    rank or shape that does not fit, or anything that could not be applied; the model is then
+    unchanged.
     """
     held = _attached.get(model)
     if held is not None and name in held.experts:
-        raise ValueError(f"adapter {name!r} is loaded already; unload_adapter it first or choose another name")
+        raise ValueError(
+            f"adapter {name!r} is loaded already; unload_adapter it first or choose another name"
+        )
     config = model.config.get_text_config()
     data = read_adapter(directory, hidden=config.hidden_size)
     modules = dict(model.named_modules())
@@ -93,7 +111,9 @@ def adapters(model: nn.Module) -> list[str]:
 
 @contextmanager
 def adapter(model: nn.Module, name: str | None) -> Iterator[None]:
-    """Inside it, calls of `model` made by this thread use adapter `name`, or the base model for None."""
+    """Inside it, calls of `model` made by this thread use adapter `name`, or the base model for
+    None.
+    """
     if name is None and model not in _attached:
         yield
         return
@@ -108,7 +128,9 @@ def adapter(model: nn.Module, name: str | None) -> Iterator[None]:
 def _known(model: nn.Module, name: str) -> _Attached:
     held = _attached.get(model)
     if held is None or name not in held.experts:
-        raise KeyError(f"no adapter {name!r}; this model has {', '.join(adapters(model)) or 'none'}")
+        raise KeyError(
+            f"no adapter {name!r}; this model has {', '.join(adapters(model)) or 'none'}"
+        )
     return held
 
 
@@ -153,14 +175,16 @@ def _check(data: AdapterData, modules: Mapping[str, nn.Module], model: str, wher
     base = data.config.get("base_model_name_or_path")
     if data.extra:
         raise ValueError(
-            f"{where} holds the whole module {next(iter(data.extra))}, which cannot be switched per call; train without "
+            f"{where} holds the whole module {next(iter(data.extra))}, which cannot be switched "
+            "per call; train without "
             "modules_to_save (additional_target)"
         )
     for path, module in data.experts.items():
         experts = modules.get(path)
         if not isinstance(experts, KTExpertsLinear):
             raise ValueError(
-                f"{where} adapts {path}, where {model} has no experts; it was trained on another model ({base})"
+                f"{where} adapts {path}, where {model} has no experts; it was trained on another "
+                f"model ({base})"
             )
         sizes = (experts.num_experts, experts.hidden_dim, experts.intermediate_dim)
         for p, f in module.items():
@@ -172,7 +196,8 @@ def _check(data: AdapterData, modules: Mapping[str, nn.Module], model: str, wher
         linear = modules.get(path)
         if not isinstance(linear, nn.Linear):
             raise ValueError(
-                f"{where} adapts {path}, where {model} has no linear layer; it was trained on another model ({base})"
+                f"{where} adapts {path}, where {model} has no linear layer; it was trained on "
+                f"another model ({base})"
             )
         _same(f.a, (f.rank, linear.in_features), f"{path} lora_A", where, base)
         _same(f.b, (linear.out_features, f.rank), f"{path} lora_B", where, base)
@@ -181,12 +206,13 @@ def _check(data: AdapterData, modules: Mapping[str, nn.Module], model: str, wher
 def _same(tensor: Tensor, shape: tuple[int, ...], what: str, where: str, base: object) -> None:
     if tuple(tensor.shape) != shape:
         raise ValueError(
-            f"{where}: {what} has shape {tuple(tensor.shape)} but this model needs {shape}; it was trained on another "
+            f"{where}: {what} has shape {tuple(tensor.shape)} but this model needs {shape}; it was "
+            "trained on another "
             f"model ({base})"
         )
 
 
-# --------------------------------------------------------------------------------------------------- into a checkpoint
+# ------------------------------------------------------------------------------- into a checkpoint
 
 
 def merge(
@@ -194,10 +220,12 @@ def merge(
     adapter_dir: str | os.PathLike[str],
     out_dir: str | os.PathLike[str],
 ) -> None:
-    """Writes the checkpoint `model_dir` with the adapter's delta added to its weights into the new directory `out_dir`.
+    """Writes the checkpoint `model_dir` with the adapter's delta added to its weights into the new
+    directory `out_dir`.
 
-    Works shard by shard; weights keep their names and dtypes (W + scaling * B @ A is computed in fp32 and rounded once).
-    Raises ValueError if a delta finds no weight or a weight of another shape; `out_dir` appears only when complete.
+    Works shard by shard; weights keep their names and dtypes (W + scaling * B @ A is computed in
+    fp32 and rounded once). Raises ValueError if a delta finds no weight or a weight of another
+    shape; `out_dir` appears only when complete.
     """
     source, out = Path(model_dir), Path(out_dir)
     if out.exists():
@@ -211,7 +239,7 @@ def merge(
     names: dict[str, tuple[int, ...]] = {}
     for shard in shards:
         with safe_open(shard, "pt") as file:
-            names |= {k: tuple(file.get_slice(k).get_shape()) for k in file.keys()}
+            names |= {k: tuple(file.get_slice(k).get_shape()) for k in list(file.keys())}
     deltas = _deltas(data, names, os.fspath(adapter_dir))
     temporary = out.with_name(f".{out.name}.merging")
     shutil.rmtree(temporary, ignore_errors=True)
@@ -231,12 +259,13 @@ def _merge_shard(source: Path, target: Path, deltas: Mapping[str, Callable[[], T
     tensors: dict[str, Tensor] = {}
     with safe_open(source, "pt") as file:
         metadata = file.metadata()
-        for key in file.keys():
+        for key in list(file.keys()):
             weight = file.get_tensor(key)
             if key in deltas:
                 if weight.dtype not in (torch.bfloat16, torch.float16, torch.float32):
                     raise ValueError(
-                        f"{source}: {key} is {weight.dtype}, to which a delta cannot be added exactly; merge into a bf16 "
+                        f"{source}: {key} is {weight.dtype}, to which a delta cannot be added "
+                        "exactly; merge into a bf16 "
                         "checkpoint"
                     )
                 weight = (weight.float() + deltas[key]()).to(weight.dtype)
@@ -247,15 +276,20 @@ def _merge_shard(source: Path, target: Path, deltas: Mapping[str, Callable[[], T
 def _deltas(
     data: AdapterData, names: Mapping[str, tuple[int, ...]], where: str
 ) -> dict[str, Callable[[], Tensor]]:
-    """By checkpoint key, a function that computes the delta; every factor of the adapter is in exactly one."""
+    """By checkpoint key, a function that computes the delta; every factor of the adapter is in
+    exactly one.
+    """
     if data.extra:
-        raise ValueError(f"{where} holds the whole module {next(iter(data.extra))}; merge supports LoRA only")
+        raise ValueError(
+            f"{where} holds the whole module {next(iter(data.extra))}; merge supports LoRA only"
+        )
     out: dict[str, Callable[[], Tensor]] = {}
 
     def put(key: str, shape: tuple[int, ...], delta: Callable[[], Tensor]) -> None:
         if names[key] != shape:
             raise ValueError(
-                f"{where}: the delta of {key} has shape {shape} but the checkpoint's weight {names[key]}; the adapter "
+                f"{where}: the delta of {key} has shape {shape} but the checkpoint's weight "
+                f"{names[key]}; the adapter "
                 "belongs to another model"
             )
         out[key] = delta
@@ -303,5 +337,6 @@ def _present(options: list[str], names: Mapping[str, Any], what: str, where: str
         if option in names:
             return option
     raise ValueError(
-        f"{where} adapts {what}, of which the checkpoint has no weight ({options[0]}); it was trained on another model"
+        f"{where} adapts {what}, of which the checkpoint has no weight ({options[0]}); it was "
+        "trained on another model"
     )

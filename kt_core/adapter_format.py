@@ -1,15 +1,18 @@
-"""The mapping between PEFT adapter directories and per-projection LoRA factors. No peft import; orientation lives here.
+"""The mapping between PEFT adapter directories and per-projection LoRA factors. No peft import;
+orientation lives here.
 
-In memory (`AdapterData`): for every experts module and projection (gate, up, down) A [E, r, in] and B [E, out, r], for
-every other Linear A [r, in] and B [out, r]; delta W = scaling * B @ A, W being [out, in]; gate, up: in = hidden H,
-out = intermediate I; down: in = I, out = H.
+In memory (`AdapterData`): for every experts module and projection (gate, up, down) A [E, r, in] and
+B [E, out, r], for every other Linear A [r, in] and B [out, r]; delta W = scaling * B @ A, W being
+[out, in]; gate, up: in = hidden H, out = intermediate I; down: in = I, out = H.
 
 On disk three layouts are read and the first is written:
-  per expert   <path>.experts.{e}.{gate_proj|up_proj|down_proj}.lora_{A|B}.weight, A [r, in], B [out, r]; Mixtral-like
-               models publish w1, w3, w2 instead. This is what stock peft >= 0.20 reads with transformers >= 5.5.4.
-  fused 0.20   <path>.experts.base_layer (gate_up) and <path>.experts (down): A [E*r, in] expert-major, B [out, r*E]
-               expert-minor, as peft's target_parameters writes them
-  fused 0.18   the same with `in` and `out` exchanged, that is, for the transposed weight
+
+- per expert: <path>.experts.{e}.{gate_proj|up_proj|down_proj}.lora_{A|B}.weight, A [r, in] and
+  B [out, r]; Mixtral-like models publish w1, w3, w2 instead. This is what stock peft >= 0.20 reads
+  with transformers >= 5.5.4.
+- fused 0.20: <path>.experts.base_layer (gate_up) and <path>.experts (down), A [E*r, in]
+  expert-major, B [out, r*E] expert-minor, as peft's target_parameters writes them.
+- fused 0.18: the same with `in` and `out` exchanged, that is, for the transposed weight.
 """
 
 from __future__ import annotations
@@ -42,12 +45,14 @@ _DENSE = re.compile(r"^(?P<path>.+)\.lora_(?P<ab>[AB])\.weight$")
 
 
 def expert_names(model_type: str) -> dict[str, str]:
-    """Leaf names of the expert projections in published checkpoints of a transformers model type."""
+    """Leaf names of the expert projections in published checkpoints of a model type."""
     return dict(_MIXTRAL if model_type in _MIXTRAL_TYPES else PROJECTION_KEYS)
 
 
 def pattern_value(patterns: Mapping[str, Any] | None, names: Sequence[str], default: Any) -> Any:
-    """peft's rank_pattern / alpha_pattern rule: the first pattern that ends any of `names`, else `default`."""
+    """peft's rank_pattern / alpha_pattern rule: the first pattern that ends any of `names`, else
+    `default`.
+    """
     for pattern, value in (patterns or {}).items():
         if any(re.match(rf"(.*\.)?({pattern})$", name) for name in names):
             return value
@@ -56,7 +61,9 @@ def pattern_value(patterns: Mapping[str, Any] | None, names: Sequence[str], defa
 
 @dataclass(frozen=True)
 class Factors:
-    """One LoRA: a [r, in], b [out, r] of a Linear, or a [E, r, in], b [E, out, r] of a projection of the experts."""
+    """One LoRA: a [r, in], b [out, r] of a Linear, or a [E, r, in], b [E, out, r] of a projection
+    of the experts.
+    """
 
     a: Tensor
     b: Tensor
@@ -75,7 +82,9 @@ class Factors:
 
 @dataclass(frozen=True)
 class AdapterData:
-    """An adapter in memory; module paths are those of the transformers model, e.g. model.layers.0.mlp.experts."""
+    """An adapter in memory; module paths are those of the transformers model, e.g.
+    model.layers.0.mlp.experts.
+    """
 
     config: Mapping[str, Any]
     experts: Mapping[str, Mapping[str, Factors]]
@@ -90,14 +99,15 @@ class AdapterData:
         return [p for p in PROJECTION_KEYS if p in found]
 
 
-# --------------------------------------------------------------------------------------------------------- reading
+# ----------------------------------------------------------------------------------------- reading
 
 
 def read_adapter(directory: str | os.PathLike[str], *, hidden: int | None = None) -> AdapterData:
     """Reads a PEFT LoRA directory of any of the three layouts.
 
-    `hidden` is the hidden size of the model it is for, needed only where a fused layout cannot be told from its shapes.
-    Raises FileNotFoundError for missing files, ValueError for anything that cannot be applied exactly as it was meant.
+    `hidden` is the hidden size of the model it is for, needed only where a fused layout cannot be
+    told from its shapes. Raises FileNotFoundError for missing files, ValueError for anything that
+    cannot be applied exactly as it was meant.
     """
     directory = Path(directory)
     for name in (CONFIG_FILE, WEIGHTS_FILE):
@@ -109,7 +119,7 @@ def read_adapter(directory: str | os.PathLike[str], *, hidden: int | None = None
     try:
         with safe_open(directory / WEIGHTS_FILE, "pt") as file:
             metadata = file.metadata() or {}
-            tensors = {key: file.get_tensor(key) for key in file.keys()}
+            tensors = {key: file.get_tensor(key) for key in list(file.keys())}
     except safetensors.SafetensorError as error:
         raise ValueError(
             f"{directory / WEIGHTS_FILE} is damaged ({error}); copy or save the adapter again"
@@ -125,7 +135,9 @@ def parse_adapter(
     hidden: int | None = None,
     where: str = "adapter",
 ) -> AdapterData:
-    """`read_adapter` on contents that were read already: tensors by PEFT key, the config, the safetensors metadata."""
+    """`read_adapter` on contents that were read already: tensors by PEFT key, the config, the
+    safetensors metadata.
+    """
     _check_config(config, where)
     experts: dict[str, dict[str, dict[str, dict[int, Tensor]]]] = {}
     fused: dict[str, dict[bool, dict[str, Tensor]]] = {}
@@ -145,7 +157,8 @@ def parse_adapter(
             dense.setdefault(m["path"], {})[m["ab"]] = tensor
         elif ".lora_" in name:
             raise ValueError(
-                f"{where}: {key} is a kind of LoRA tensor that is not supported; only lora_A and lora_B of linear "
+                f"{where}: {key} is a kind of LoRA tensor that is not supported; only lora_A and "
+                "lora_B of linear "
                 "layers and experts are"
             )
         else:
@@ -204,13 +217,15 @@ def _stack(factors: Mapping[str, Mapping[int, Tensor]], what: str) -> dict[str, 
         missing = [e for e in range(count) if e not in by]
         if missing:
             raise ValueError(
-                f"{what}: lora_{ab} of expert {missing[0]} is missing ({len(missing)} of {count} are); "
+                f"{what}: lora_{ab} of expert {missing[0]} is missing ({len(missing)} of {count} "
+                "are); "
                 "the file is incomplete, save the adapter again"
             )
         shapes = {tuple(t.shape) for t in by.values()}
         if len(shapes) != 1:
             raise ValueError(
-                f"{what}: experts differ in the shape of lora_{ab} ({sorted(shapes)}); one rank is needed"
+                f"{what}: experts differ in the shape of lora_{ab} ({sorted(shapes)}); one rank is "
+                "needed"
             )
         out[ab] = torch.stack([by[e] for e in range(count)])
     return out
@@ -221,13 +236,15 @@ def _factors(
 ) -> Factors:
     if set(pair) != {"A", "B"}:
         raise ValueError(
-            f"{where}: {names[0]} has lora_{''.join(pair)} but not the other factor; save the adapter again"
+            f"{where}: {names[0]} has lora_{''.join(pair)} but not the other factor; save the "
+            "adapter again"
         )
     a, b = pair["A"], pair["B"]
     rank = int(pattern_value(config.get("rank_pattern"), names, config["r"]))
     if a.shape[-2] != rank or b.shape[-1] != rank:
         raise ValueError(
-            f"{where}: {names[0]} has lora_A {tuple(a.shape)} and lora_B {tuple(b.shape)} but the config says rank "
+            f"{where}: {names[0]} has lora_A {tuple(a.shape)} and lora_B {tuple(b.shape)} but the "
+            "config says rank "
             f"{rank}; config and weights belong to different adapters"
         )
     alpha = pattern_value(config.get("alpha_pattern"), names, config["lora_alpha"])
@@ -260,7 +277,8 @@ def _unfuse(
         a, b = pair["A"], pair["B"]
         if a.shape[0] % rank or a.shape[0] != b.shape[1]:
             raise ValueError(
-                f"{where}: {path}.{name} has lora_A {tuple(a.shape)} and lora_B {tuple(b.shape)}, no whole number of "
+                f"{where}: {path}.{name} has lora_A {tuple(a.shape)} and lora_B {tuple(b.shape)}, "
+                "no whole number of "
                 f"experts of rank {rank}; config and weights belong to different adapters"
             )
         count = a.shape[0] // rank
@@ -268,7 +286,11 @@ def _unfuse(
         b3 = b.reshape(b.shape[0], rank, count).permute(2, 0, 1)
         if swapped:
             a3, b3 = b3.transpose(1, 2), a3.transpose(1, 2)
-        parts = {"down": b3} if name == "down_proj" else dict(zip(("gate", "up"), b3.chunk(2, 1)))
+        parts = (
+            {"down": b3}
+            if name == "down_proj"
+            else dict(zip(("gate", "up"), b3.chunk(2, 1), strict=True))
+        )
         for p, part in parts.items():
             pair3 = {"A": a3.contiguous(), "B": part.contiguous()}
             out[p] = _factors(pair3, config, names, where)
@@ -282,7 +304,9 @@ def _is_018(
     hidden: int | None,
     where: str,
 ) -> bool:
-    """Whether a fused adapter is for the transposed weight, as peft 0.18 wrote it; see the module text."""
+    """Whether a fused adapter is for the transposed weight, as peft 0.18 wrote it; see the module
+    text.
+    """
     possible = set()
     for swapped in (False, True):
         sizes = set()
@@ -305,7 +329,8 @@ def _is_018(
     version = re.match(r"(\d+)\.(\d+)", str(config.get("peft_version", "")))
     if version is None:
         raise ValueError(
-            f"{where}: the fused factors of {path} fit the layouts of peft 0.18 and of peft 0.20 and the config names no "
+            f"{where}: the fused factors of {path} fit the layouts of peft 0.18 and of peft 0.20 "
+            "and the config names no "
             "peft_version; save the adapter again with peft >= 0.20"
         )
     return (int(version[1]), int(version[2])) < FUSED_020_SINCE
@@ -317,21 +342,24 @@ FUSED_020_SINCE = (0, 20)  # first peft version that writes the untransposed fus
 def _only(
     experts: dict[str, dict[str, Factors]], projections: list[str] | None, where: str
 ) -> dict[str, dict[str, Factors]]:
-    """Without the zero factors that `write_adapter` adds so that stock peft can load a subset of projections."""
+    """Without the zero factors that `write_adapter` adds so that stock peft can load a subset of
+    projections.
+    """
     if projections is None:
         return experts
     for path, module in experts.items():
         for p in [p for p in module if p not in projections]:
             if module[p].a.any() or module[p].b.any():
                 raise ValueError(
-                    f"{where}: {path}.{PROJECTION_KEYS[p]} is not zero although only {', '.join(projections)} were "
+                    f"{where}: {path}.{PROJECTION_KEYS[p]} is not zero although only "
+                    f"{', '.join(projections)} were "
                     "trained; the file was changed, save the adapter again"
                 )
             del module[p]
     return experts
 
 
-# --------------------------------------------------------------------------------------------------------- writing
+# ----------------------------------------------------------------------------------------- writing
 
 
 def write_adapter(
@@ -341,11 +369,13 @@ def write_adapter(
     model_type: str,
     linear_paths: Sequence[str],
 ) -> None:
-    """Writes `data` in the standard per-expert layout: adapter_model.safetensors and adapter_config.json.
+    """Writes `data` in the standard per-expert layout: adapter_model.safetensors and
+    adapter_config.json.
 
-    `linear_paths` are the paths of all Linear modules of the base model, adapted or not; targets are written by leaf
-    name where that picks exactly the adapted ones. Raises ValueError for what stock peft cannot express. Writes straight
-    into `directory`; the caller writes to a temporary place, verifies and renames.
+    `linear_paths` are the paths of all Linear modules of the base model, adapted or not; targets
+    are written by leaf name where that picks exactly the adapted ones. Raises ValueError for what
+    stock peft cannot express. Writes straight into `directory`; the caller writes to a temporary
+    place, verifies and renames.
     """
     directory = Path(directory)
     names = expert_names(model_type)
@@ -357,7 +387,9 @@ def write_adapter(
 
 
 def standard_tensors(data: AdapterData, names: Mapping[str, str]) -> dict[str, Tensor]:
-    """Tensors by PEFT key, per expert; projections that stock peft needs beside the trained ones are zero."""
+    """Tensors by PEFT key, per expert; projections that stock peft needs beside the trained ones
+    are zero.
+    """
     out = {f"base_model.model.{k}": v.contiguous() for k, v in data.extra.items()}
     for path, f in data.dense.items():
         out[f"base_model.model.{path}.lora_A.weight"] = f.a.contiguous()
@@ -372,7 +404,9 @@ def standard_tensors(data: AdapterData, names: Mapping[str, str]) -> dict[str, T
 
 
 def _completed(module: Mapping[str, Factors]) -> dict[str, Factors]:
-    """Stock peft fuses gate with up and expects down beside them; what was not trained is added as zeros."""
+    """Stock peft fuses gate with up and expects down beside them; what was not trained is added as
+    zeros.
+    """
     full = dict(module)
     if {"gate", "up"} & set(module):
         known = module["gate"] if "gate" in module else module["up"]
@@ -389,24 +423,29 @@ def _completed(module: Mapping[str, Factors]) -> dict[str, Factors]:
 def standard_config(
     data: AdapterData, names: Mapping[str, str], linear_paths: Sequence[str]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """adapter_config.json with which stock peft puts exactly these factors in place, and our own metadata.
+    """adapter_config.json with which stock peft puts exactly these factors in place, and our own
+    metadata.
 
-    Stock peft replaces targets named like expert projections by the fused expert parameters, for shared experts and
-    dense MLPs too, so those are targeted as parameters (`shared_expert.gate_proj.weight`), which has the same keys. It
-    doubles r and alpha for the fused gate and up, so r and alpha of the config are the experts'. Fused parameters take
-    no dropout, and rslora would come out wrong by sqrt 2, so the scale is written as an ordinary alpha.
+    Stock peft replaces targets named like expert projections by the fused expert parameters, for
+    shared experts and dense MLPs too, so those are targeted as parameters
+    (`shared_expert.gate_proj.weight`), which has the same keys. It doubles r and alpha for the
+    fused gate and up, so r and alpha of the config are the experts'. Fused parameters take no
+    dropout, and rslora would come out wrong by sqrt 2, so the scale is written as an ordinary
+    alpha.
     """
     modules = [_completed(m) for m in data.experts.values()]
     shape = {p: (f.rank, f.alpha) for m in modules[:1] for p, f in m.items()}
     for m in modules[1:]:
         if {p: (f.rank, f.alpha) for p, f in m.items()} != shape:
             raise ValueError(
-                "expert LoRA differs in rank, alpha or projections between layers, which a standard PEFT adapter "
+                "expert LoRA differs in rank, alpha or projections between layers, which a "
+                "standard PEFT adapter "
                 "cannot hold"
             )
     if "gate" in shape and shape["gate"] != shape["up"]:
         raise ValueError(
-            f"gate_proj and up_proj differ in (rank, alpha) {shape['gate']} and {shape['up']}, which a standard PEFT "
+            f"gate_proj and up_proj differ in (rank, alpha) {shape['gate']} and {shape['up']}, "
+            "which a standard PEFT "
             "adapter cannot hold"
         )
     by_path = {path: (f.rank, f.alpha) for path, f in data.dense.items()}
@@ -415,7 +454,8 @@ def standard_config(
     if "down" in shape and shape["down"] != default:
         patterns[r"experts\.down_proj"] = shape["down"]
     fused_names = set(PROJECTION_KEYS.values()) | set(names.values())
-    targets, parameters = set(), set()
+    targets: set[str] = set()
+    parameters: set[str] = set()
     for target, paths in _grouped(list(by_path), linear_paths, fused_names).items():
         as_parameter = target.rsplit(".", 1)[-1] in fused_names
         (parameters if as_parameter else targets).add(
@@ -447,7 +487,9 @@ def standard_config(
 
 
 def training_config(data: AdapterData) -> dict[str, Any]:
-    """The LoraConfig fields with which peft on a model with CPU experts puts exactly these factors in place."""
+    """The LoraConfig fields with which peft on a model with CPU experts puts exactly these factors
+    in place.
+    """
     shape = {p: (f.rank, f.alpha) for m in data.experts.values() for p, f in m.items()}
     values = {path: (f.rank, f.alpha) for path, f in data.dense.items()}
     default = _commonest([*values.values(), *shape.values()])
@@ -471,7 +513,8 @@ def training_config(data: AdapterData) -> dict[str, Any]:
 def _grouped(
     adapted: list[str], linear_paths: Sequence[str], fused_names: set[str]
 ) -> dict[str, list[str]]:
-    """The shortest targets that pick exactly `adapted`: leaf names, then names with their parent, then whole paths.
+    """The shortest targets that pick exactly `adapted`: leaf names, then names with their parent,
+    then whole paths.
 
     Names in `fused_names` are never written bare, because stock peft gives those another meaning.
     """

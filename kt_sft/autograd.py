@@ -1,12 +1,13 @@
 """The experts as a differentiable torch operator.
 
-`kt::experts_forward` and `kt::experts_backward` are ordinary `torch.library` custom operators, so that dispatch modes
-see them: selective checkpointing keeps the *outputs* of an operator, which is why the saved gate and up
-pre-activations are an output and not a context attribute. `Experts` objects are named by an integer handle; the
-registry holds weak references only. Nothing else survives a call, so forwards and backwards may come in any order.
+`kt::experts_forward` and `kt::experts_backward` are ordinary `torch.library` custom operators, so
+that dispatch modes see them: selective checkpointing keeps the *outputs* of an operator, which is
+why the saved gate and up pre-activations are an output and not a context attribute. `Experts`
+objects are named by an integer handle; the registry holds weak references only. Nothing else
+survives a call, so forwards and backwards may come in any order.
 
-Shapes: x [T, H]; top_k_index, top_k_weights [T, K]; lora A tensors [E, r, in] then B tensors [E, out, r] in the order
-of `projections`; out [T, H]; saved [T*K, 2, I], or [0] when nothing is saved.
+Shapes: x [T, H]; top_k_index, top_k_weights [T, K]; lora A tensors [E, r, in] then B tensors [E,
+out, r] in the order of `projections`; out [T, H]; saved [T*K, 2, I], or [0] when nothing is saved.
 """
 
 from __future__ import annotations
@@ -41,13 +42,16 @@ def _lookup(handle: int) -> Experts:
     experts = _by_handle.get(handle)
     if experts is None:
         raise RuntimeError(
-            f"expert handle {handle} belongs to a model that is gone; keep the model until backward has run"
+            f"expert handle {handle} belongs to a model that is gone; keep the model until "
+            "backward has run"
         )
     return experts
 
 
 def runner(activation: str) -> Runner:
-    """The `Runner` that trains through the operators; activation "retain" or "recompute" (see KTConfig)."""
+    """The `Runner` that trains through the operators; activation "retain" or "recompute" (see
+    KTConfig).
+    """
     return {"retain": _retain, "recompute": _recompute}[activation]
 
 
@@ -105,14 +109,17 @@ def experts_forward(
     seed: int,
     save: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Forward of one layer's experts; see the module text for shapes. Any device; computed on the CPU."""
+    """Forward of one layer's experts; see the module text for shapes. Any device; computed on the
+    CPU.
+    """
     experts = _lookup(handle)
     hx, hi, hw, *factors = staging.to_host([_computable(x), top_k_index, top_k_weights, *lora])
     out, saved = experts.forward(
         hx, hi, hw, _lora(factors, projections, scaling, dropout, seed), save=save
     )
     kept = torch.empty(0) if saved is None else saved
-    # Saved activations stay in CPU memory: they are read there again, and GPU memory is what we are short of.
+    # Saved activations stay in CPU memory: they are read there again, and GPU memory is what we are
+    # short of.
     return staging.to_device(out, x), kept
 
 
@@ -133,7 +140,8 @@ def experts_backward(
     need_weights: bool,
     need_lora: bool,
 ) -> list[Tensor]:
-    """Gradients of x, top_k_weights and every LoRA tensor, in the dtypes and on the devices of their inputs.
+    """Gradients of x, top_k_weights and every LoRA tensor, in the dtypes and on the devices of
+    their inputs.
 
     One that is not needed is an empty tensor.
     """
@@ -176,8 +184,13 @@ def _lora(
     if not names:
         return None
     a, b = factors[: len(names)], factors[len(names) :]
-    by_name = (dict(zip(names, values, strict=True)) for values in (a, b, scaling))
-    return Lora(*by_name, dropout, seed)
+    return Lora(
+        dict(zip(names, a, strict=True)),
+        dict(zip(names, b, strict=True)),
+        dict(zip(names, scaling, strict=True)),
+        dropout,
+        seed,
+    )
 
 
 def _computable(x: Tensor) -> Tensor:

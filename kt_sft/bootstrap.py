@@ -1,8 +1,10 @@
-"""Runs inside every `import torch`: the entry point of group `torch.backends`, torch's own autoload of extensions.
+"""Runs inside every `import torch`: the entry point of group `torch.backends`, torch's own autoload
+of extensions.
 
-It puts one finder at the head of sys.meta_path that waits for four modules of LLaMA-Factory to be imported and then
-lets kt_sft.llamafactory adapt them. Nothing else is imported here and nothing is raised. TORCH_DEVICE_BACKEND_AUTOLOAD=0
-switches torch's autoload off; `python -m kt_sft.launch` then does the same.
+It puts one finder at the head of sys.meta_path that waits for four modules of LLaMA-Factory to be
+imported and then lets kt_sft.llamafactory adapt them. Nothing else is imported here and nothing is
+raised. TORCH_DEVICE_BACKEND_AUTOLOAD=0 switches torch's autoload off; `python -m kt_sft.launch`
+then does the same.
 """
 
 import importlib
@@ -22,7 +24,9 @@ _HOOKS = {
 
 
 def autoload() -> None:
-    """Installs the finder once per process. Never raises: a failure here would break `import torch`."""
+    """Installs the finder once per process. Never raises: a failure here would break `import
+    torch`.
+    """
     try:
         if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
             sys.meta_path.insert(0, _Finder())
@@ -34,7 +38,9 @@ def autoload() -> None:
 
 
 def _adapt(module: ModuleType) -> None:
-    """Hands a finished module to kt_sft.llamafactory. Stock LLaMA-Factory stays usable whatever happens in there."""
+    """Hands a finished module to kt_sft.llamafactory. Stock LLaMA-Factory stays usable whatever
+    happens in there.
+    """
     try:
         adapters = importlib.import_module("kt_sft.llamafactory")
         getattr(adapters, _HOOKS[module.__name__])(module)
@@ -45,10 +51,12 @@ def _adapt(module: ModuleType) -> None:
 
 
 def _when_ready(module: ModuleType) -> None:
-    """Adapts a module that is in sys.modules: now, or, if it is still being executed, the moment it is finished.
+    """Adapts a module that is in sys.modules: now, or, if it is still being executed, the moment it
+    is finished.
 
-    torch may be imported for the first time from inside one of the modules we wait for; its classes do not exist yet,
-    and whoever imports it binds them right after. The import system marks the end by `spec._initializing = False`.
+    torch may be imported for the first time from inside one of the modules we wait for; its classes
+    do not exist yet, and whoever imports it binds them right after. The import system marks the end
+    by `spec._initializing = False`.
     """
     spec = module.__spec__
     if spec is None or not vars(spec).get("_initializing", False):
@@ -73,7 +81,9 @@ def _when_ready(module: ModuleType) -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds nothing itself: lets the other finders find our four modules and wraps the loader they give."""
+    """Finds nothing itself: lets the other finders find our four modules and wraps the loader they
+    give.
+    """
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -92,7 +102,9 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def _run_after(loader: importlib.abc.Loader, then: Callable[[ModuleType], None]) -> None:
-    """Makes this loader object, which serves one module, call `then` once that module's code has run."""
+    """Makes this loader object, which serves one module, call `then` once that module's code has
+    run.
+    """
     execute = loader.exec_module
 
     def exec_module(module: ModuleType) -> None:

@@ -1,4 +1,6 @@
-"""The trainer callback: counts what is trained, watches the first gradients, and writes kt_stats.json at the end."""
+"""The trainer callback: counts what is trained, watches the first gradients, and writes
+kt_stats.json at the end.
+"""
 
 from __future__ import annotations
 
@@ -46,10 +48,12 @@ def count_trainable(model: nn.Module) -> dict[str, int]:
 
 
 class KTCallback(TrainerCallback):
-    """Added by the LLaMA-Factory seam; may be given to any transformers Trainer of a model with CPU experts.
+    """Added by the LLaMA-Factory seam; may be given to any transformers Trainer of a model with CPU
+    experts.
 
-    Prints the trainable parameters by part and raises if the optimizer holds others; stops the run if a whole part has
-    only zero gradients at the first step; writes kt_stats.json into output_dir when training ends.
+    Prints the trainable parameters by part and raises if the optimizer holds others; stops the run
+    if a whole part has only zero gradients at the first step; writes kt_stats.json into output_dir
+    when training ends.
     """
 
     def __init__(self) -> None:
@@ -66,7 +70,8 @@ class KTCallback(TrainerCallback):
         model = kw["model"]
         if not has_experts(model):
             raise ValueError(
-                "this callback is for models with experts in CPU memory; set use_kt: true or leave it out"
+                "this callback is for models with experts in CPU memory; set use_kt: true or leave "
+                "it out"
             )
         counts = count_trainable(model)
         total = sum(counts.values())
@@ -76,7 +81,8 @@ class KTCallback(TrainerCallback):
         held = _optimizer_parameters(kw.get("optimizer"))
         if held is not None and held != total:
             raise RuntimeError(
-                f"the optimizer holds {held:,} parameters but the model trains {total:,}; some would never change, "
+                f"the optimizer holds {held:,} parameters but the model trains {total:,}; some "
+                "would never change, "
                 "check the LoRA targets and the optimizer setting"
             )
         self.counts = counts
@@ -132,13 +138,16 @@ class KTCallback(TrainerCallback):
             json.dump(stats, file, indent=2)
         print(
             f"kt: {tokens:,} tokens, {stats['tokens_per_s']:.1f} tokens/s, "
-            f"{sum(seconds.values()):.1f} s in experts, peak memory {stats['peak_rss_bytes'] / 2**30:.2f} GiB",
+            f"{sum(seconds.values()):.1f} s in experts, peak memory "
+            f"{stats['peak_rss_bytes'] / 2**30:.2f} GiB",
             flush=True,
         )
 
 
 def check_gradients(model: nn.Module) -> None:
-    """Raises RuntimeError if every trainable parameter of a part (attention, experts, ...) has a zero gradient."""
+    """Raises RuntimeError if every trainable parameter of a part (attention, experts, ...) has a
+    zero gradient.
+    """
     largest: dict[str, float] = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
@@ -152,7 +161,8 @@ def check_gradients(model: nn.Module) -> None:
     for group in GROUPS:  # the same order, and so the same collectives, on every rank
         if group in largest and _over_ranks(largest[group], "max") == 0.0:
             raise RuntimeError(
-                f"all gradients of the adapter's {group} parameters are zero at the first step, so they would never be "
+                f"all gradients of the adapter's {group} parameters are zero at the first step, so "
+                "they would never be "
                 "trained; check that the labels are not all masked and that the adapter is active"
             )
 
@@ -170,7 +180,9 @@ def _over_ranks(value: float, how: str) -> float:
 
 
 def _optimizer_parameters(optimizer: Any) -> int | None:
-    """Parameters in a torch optimizer, also behind accelerate's wrapper; None where it has no such groups."""
+    """Parameters in a torch optimizer, also behind accelerate's wrapper; None where it has no such
+    groups.
+    """
     inner = optimizer
     while inner is not None and not isinstance(inner, torch.optim.Optimizer):
         inner = vars(inner).get("optimizer")

@@ -1,8 +1,9 @@
 """Gradient checkpointing that does not run the experts twice.
 
-With `activation: retain`, a checkpointed decoder layer keeps the outputs of `kt::experts_forward` (layer output and
-gate/up pre-activations) and recomputes everything else. torch offers that as selective checkpointing, which works with
-non-reentrant checkpoints only; so the layers' checkpoint function is switched to that, on this model alone.
+With `activation: retain`, a checkpointed decoder layer keeps the outputs of `kt::experts_forward`
+(layer output and gate/up pre-activations) and recomputes everything else. torch offers that as
+selective checkpointing, which works with non-reentrant checkpoints only; so the layers' checkpoint
+function is switched to that, on this model alone.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -33,11 +33,11 @@ keep_experts = functools.partial(create_selective_checkpoint_contexts, _policy)
 """`context_fn` for torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."""
 
 
-def retain_experts(model: nn.Module) -> None:
+def retain_experts(model: Any) -> None:
     """Makes gradient checkpointing of `model`, enabled already or later, keep the experts' outputs.
 
-    `model` is a transformers PreTrainedModel. Raises ValueError where a checkpoint function other than torch's is set
-    (for example use_unsloth_gc), which cannot keep anything.
+    `model` is a transformers PreTrainedModel. Raises ValueError where a checkpoint function other
+    than torch's is set (for example use_unsloth_gc), which cannot keep anything.
     """
     original = model._set_gradient_checkpointing
 
@@ -58,8 +58,8 @@ def retain_experts(model: nn.Module) -> None:
 def _keeping(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function` with the torch checkpoint inside it made non-reentrant and selective.
 
-    transformers passes `partial(checkpoint, ...)`, LLaMA-Factory a wrapper around one that it marks with
-    `functools.wraps`; the wrapper stays in charge and only the keywords of the partial change.
+    transformers passes `partial(checkpoint, ...)`, LLaMA-Factory a wrapper around one that it marks
+    with `functools.wraps`; the wrapper stays in charge and only the keywords of the partial change.
     """
     if function is checkpoint:
         return functools.partial(checkpoint, use_reentrant=False, context_fn=keep_experts)
@@ -79,6 +79,7 @@ def _keeping(function: Callable[..., Any]) -> Callable[..., Any]:
     if inner.keywords.get("context_fn") is not keep_experts:
         inner.keywords.update(use_reentrant=False, context_fn=keep_experts)
         log.info(
-            "kt: activation=retain: gradient checkpointing set to non-reentrant and selective (expert outputs kept)"
+            "kt: activation=retain: gradient checkpointing set to non-reentrant and selective "
+            "(expert outputs kept)"
         )
     return function

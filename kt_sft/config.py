@@ -3,7 +3,8 @@
     use_kt: true
     kt_config: {format: int8, threads: 8, activation: retain}
 
-Unknown keys, wrong values and settings that contradict each other raise ValueError with the key, the value and the fix.
+Unknown keys, wrong values and settings that contradict each other raise ValueError with the key,
+the value and the fix.
 """
 
 from __future__ import annotations
@@ -25,12 +26,15 @@ class KTConfig:
     """Settings of the experts on the CPU.
 
     format        how expert weights are stored: bf16, int8 or int4
-    group         weights that share one scale along the reduction: 32, 64, 128, or 0 for a whole channel;
-                  None takes the format's default (int8 128, int4 32); bf16 has no scales and takes no group
+    group         weights that share one scale along the reduction: 32, 64, 128, or 0 for a whole
+    channel;
+                  None takes the format's default (int8 128, int4 32); bf16 has no scales and takes
+                  no group
     threads       worker threads of the kernels; None: every CPU this process may run on
     numa_nodes    NUMA nodes the weights are spread over; None: as found
-    activation    retain: gate and up pre-activations are kept for backward; recompute: nothing is kept
-    packed_dir    directory of packed expert files, reused by the next run; None: experts are packed in memory
+    activation    retain: gate and up pre-activations are kept for backward; recompute: nothing is
+    kept packed_dir    directory of packed expert files, reused by the next run; None: experts are
+    packed in memory
     """
 
     format: str = "int8"
@@ -48,7 +52,8 @@ class KTConfig:
             _one_of("group", self.group, GROUPS)
             if self.format == "bf16":
                 raise ValueError(
-                    f"kt_config: group={self.group} has no meaning with format=bf16, which has no scales; remove group"
+                    f"kt_config: group={self.group} has no meaning with format=bf16, which has no "
+                    "scales; remove group"
                 )
         if self.threads is not None:
             _whole("threads", self.threads, least=1)
@@ -58,18 +63,22 @@ class KTConfig:
             not isinstance(self.packed_dir, str) or not self.packed_dir
         ):
             raise ValueError(
-                f"kt_config: packed_dir={self.packed_dir!r} is not a directory name; give a path or remove it"
+                f"kt_config: packed_dir={self.packed_dir!r} is not a directory name; give a path "
+                "or remove it"
             )
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any] | str | None) -> KTConfig:
-        """Builds the settings from the YAML's `kt_config`: a mapping, its JSON text (command line), or None."""
+        """Builds the settings from the YAML's `kt_config`: a mapping, its JSON text (command line),
+        or None.
+        """
         if isinstance(values, str):
             try:
                 values = json.loads(values)
             except json.JSONDecodeError as error:
                 raise ValueError(
-                    f"kt_config={values!r} is not JSON ({error}); write a mapping, e.g. {{format: int8}}"
+                    f"kt_config={values!r} is not JSON ({error}); write a mapping, e.g. "
+                    "{format: int8}"
                 ) from error
         if values is None:
             values = {}
@@ -86,7 +95,8 @@ class KTConfig:
         return cls(**{key: value for key, value in values.items() if value is not None})
 
     def with_activation(self, alias: str | None) -> KTConfig:
-        """The settings with LLaMA-Factory's `kt_cpu_activation`, another name of `activation`, taken into account.
+        """The settings with LLaMA-Factory's `kt_cpu_activation`, another name of `activation`,
+        taken into account.
 
         Call it on settings that were read from a mapping; `alias` None changes nothing.
         """
@@ -97,12 +107,15 @@ class KTConfig:
 
 
 def resolve(values: Mapping[str, Any] | str | None, cpu_activation: str | None = None) -> KTConfig:
-    """Settings from the YAML keys `kt_config` and `kt_cpu_activation`; two different values of activation raise."""
+    """Settings from the YAML keys `kt_config` and `kt_cpu_activation`; two different values of
+    activation raise.
+    """
     config = KTConfig.from_mapping(values)
     given = json.loads(values) if isinstance(values, str) else (values or {})
     if cpu_activation is not None and given.get("activation") not in (None, cpu_activation):
         raise ValueError(
-            f"kt_cpu_activation={cpu_activation} and kt_config.activation={given['activation']} contradict each other; "
+            f"kt_cpu_activation={cpu_activation} and kt_config.activation={given['activation']} "
+            "contradict each other; "
             "keep one of them"
         )
     return config.with_activation(cpu_activation)
@@ -118,5 +131,6 @@ def _one_of(key: str, value: object, allowed: tuple[Any, ...]) -> None:
 def _whole(key: str, value: object, *, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(
-            f"kt_config: {key}={value!r} is not a whole number of at least {least}; correct or remove it"
+            f"kt_config: {key}={value!r} is not a whole number of at least {least}; correct or "
+            "remove it"
         )

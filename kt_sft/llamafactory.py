@@ -1,13 +1,15 @@
 """The LLaMA-Factory seam: `use_kt: true` of a stock installation (0.9.5) means our experts.
 
-Four modules are adapted the moment they have been imported (see bootstrap.py); no file is copied or edited:
+Four modules are adapted the moment they have been imported (see bootstrap.py); no file is copied or
+edited:
 
   hparams.model_args   ModelArguments gains the keys kt_config and kt_cpu_activation
-  hparams.parser       use_kt runs are checked before anything is loaded; the check for KTransformers' forks is skipped
-  model.loader         load_model keeps the experts of a use_kt model in CPU memory
-  train.tuner          use_kt runs get the KTCallback
+  hparams.parser       use_kt runs are checked before anything is loaded; the check for
+  KTransformers' forks is skipped model.loader         load_model keeps the experts of a use_kt
+  model in CPU memory train.tuner          use_kt runs get the KTCallback
 
-Without use_kt every path is the original's. An adapt_ function raises if its module is not as it is known.
+Without use_kt every path is the original's. An adapt_ function raises if its module is not as it is
+known.
 """
 
 from __future__ import annotations
@@ -15,9 +17,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import logging
 import os
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -34,8 +36,8 @@ _REFUSED = (
     ("model", "mixture_of_depths", None, "remove it"),
     ("model", "train_from_scratch", False, "remove it: the experts are frozen"),
     ("model", "kt_weight_path", None, "use kt_config.packed_dir"),
-    ("model", "kt_expert_checkpoint_path", None, "remove it: experts are read from model_name_or_path"),
-    ("model", "kt_non_expert_weight_path", None, "remove it: all weights are read from model_name_or_path"),
+    ("model", "kt_expert_checkpoint_path", None, "remove it: model_name_or_path is read"),
+    ("model", "kt_non_expert_weight_path", None, "remove it: model_name_or_path is read"),
     ("model", "kt_use_lora_experts", None, "remove it: name experts in lora_target"),
     ("model", "kt_lora_expert_num", None, "remove it"),
     ("model", "kt_lora_expert_intermediate_size", None, "remove it"),
@@ -51,22 +53,31 @@ _REFUSED = (
 
 
 def kt_config_of(model_args: Any) -> KTConfig:
-    """The settings of a run; ModelArguments carries them, so a reference model that is copied from it has them too."""
+    """The settings of a run; ModelArguments carries them, so a reference model that is copied from
+    it has them too.
+    """
     return settings.resolve(model_args.kt_config, model_args.kt_cpu_activation)
 
 
-def adapt_model_args(module: ModuleType) -> None:
-    """Replaces ModelArguments by a subclass of the same name with our keys, and its fork-specific methods."""
+def adapt_model_args(module: Any) -> None:
+    """Replaces ModelArguments by a subclass of the same name with our keys, and its fork-specific
+    methods.
+    """
     base = module.ModelArguments
     known = {field.name for field in dataclasses.fields(base)}
     if "use_kt" not in known:
         raise RuntimeError("this LLaMA-Factory has no use_kt; install 0.9.5")
 
     def apply_kt_config(self: Any, *args: Any, **kw: Any) -> None:
-        """Nothing to pass on through the environment: load_model reads the settings from these arguments."""
+        """Nothing to pass on through the environment: load_model reads the settings from these
+        arguments.
+        """
 
     help_of = {
-        "kt_config": "Settings of experts in CPU memory: format, group, threads, numa_nodes, activation, packed_dir.",
+        "kt_config": (
+            "Settings of experts in CPU memory: format, group, threads, numa_nodes, activation, "
+            "packed_dir."
+        ),
         "kt_cpu_activation": "Another name of kt_config.activation: retain or recompute.",
     }
     types = {"kt_config": dict | str | None, "kt_cpu_activation": str | None}
@@ -89,7 +100,7 @@ def adapt_model_args(module: ModuleType) -> None:
     module.ModelArguments = replaced
 
 
-def adapt_parser(module: ModuleType) -> None:
+def adapt_parser(module: Any) -> None:
     """Checks use_kt runs at the first moment their arguments exist."""
     _expect(module._check_extra_dependencies, ["model_args", "finetuning_args"])
     parse_train, parse_infer = module._parse_train_args, module._parse_infer_args
@@ -100,6 +111,7 @@ def adapt_parser(module: ModuleType) -> None:
         parsed = parse_train(*args, **kw)
         model_args, _, training_args, finetuning_args, _ = parsed
         if model_args.use_kt:
+            _show_log(training_args)
             check_run(model_args, training_args, finetuning_args)
         else:
             _check_unused(model_args)
@@ -136,14 +148,19 @@ def adapt_parser(module: ModuleType) -> None:
     module.get_train_args = checked_train_args
 
 
-def adapt_loader(module: ModuleType) -> None:
+def adapt_loader(module: Any) -> None:
     """load_model of a use_kt run keeps the experts in CPU memory."""
     original = module.load_model
     _expect(original, ["tokenizer", "model_args", "finetuning_args", "is_trainable"])
 
     @functools.wraps(original)
     def load_model(
-        tokenizer: Any, model_args: Any, finetuning_args: Any, is_trainable: bool = False, *args: Any, **kw: Any
+        tokenizer: Any,
+        model_args: Any,
+        finetuning_args: Any,
+        is_trainable: bool = False,
+        *args: Any,
+        **kw: Any,
     ) -> Any:
         if not model_args.use_kt:
             return original(tokenizer, model_args, finetuning_args, is_trainable, *args, **kw)
@@ -163,7 +180,7 @@ def adapt_loader(module: ModuleType) -> None:
     module.load_model = load_model
 
 
-def adapt_tuner(module: ModuleType) -> None:
+def adapt_tuner(module: Any) -> None:
     """use_kt runs get the KTCallback."""
     for stage in _STAGES:
         name = f"run_{stage}"
@@ -172,7 +189,9 @@ def adapt_tuner(module: ModuleType) -> None:
 
 def _with_callback(run: Callable[..., Any]) -> Callable[..., Any]:
     if list(inspect.signature(run).parameters)[-1] != "callbacks":
-        raise RuntimeError(f"{run.__name__} of this LLaMA-Factory takes no callbacks; install 0.9.5")
+        raise RuntimeError(
+            f"{run.__name__} of this LLaMA-Factory takes no callbacks; install 0.9.5"
+        )
 
     @functools.wraps(run)
     def with_callback(model_args: Any, *args: Any) -> Any:
@@ -185,20 +204,24 @@ def _with_callback(run: Callable[..., Any]) -> Callable[..., Any]:
     return with_callback
 
 
-# ---------------------------------------------------------------------------------------------------------- checks
+# ------------------------------------------------------------------------------------------ checks
 
 
 def check_run(model_args: Any, training_args: Any, finetuning_args: Any) -> None:
-    """Raises ValueError, in one sentence, for a use_kt training run that would ignore a setting or fail later."""
+    """Raises ValueError, in one sentence, for a use_kt training run that would ignore a setting or
+    fail later.
+    """
     config = kt_config_of(model_args)
     if finetuning_args.finetuning_type != "lora":
         raise ValueError(
-            f"use_kt keeps the experts frozen, so finetuning_type={finetuning_args.finetuning_type} is not possible; "
+            "use_kt keeps the experts frozen, so "
+            f"finetuning_type={finetuning_args.finetuning_type} is not possible; "
             "set finetuning_type: lora"
         )
     if finetuning_args.stage not in _STAGES:
         raise ValueError(
-            f"stage={finetuning_args.stage} is not supported with use_kt; use one of {', '.join(_STAGES)}"
+            f"stage={finetuning_args.stage} is not supported with use_kt; use one of "
+            f"{', '.join(_STAGES)}"
         )
     for kind, key, accepted, fix in _REFUSED:
         value = vars({"model": model_args, "finetuning": finetuning_args}[kind]).get(key, accepted)
@@ -206,34 +229,56 @@ def check_run(model_args: Any, training_args: Any, finetuning_args: Any) -> None
             raise ValueError(f"{key}={value!r} is not supported with use_kt; {fix}")
     if finetuning_args.create_new_adapter and model_args.adapter_name_or_path is not None:
         raise ValueError(
-            "create_new_adapter=True needs the old adapter merged into the packed experts, which use_kt cannot do; "
+            "create_new_adapter=True needs the old adapter merged into the packed experts, which "
+            "use_kt cannot do; "
             "merge it first with kt_core.adapter.merge, or continue it without create_new_adapter"
         )
     if config.activation == "retain" and model_args.use_unsloth_gc:
         raise ValueError(
-            "use_unsloth_gc=True cannot keep expert activations (activation=retain); remove it or set "
+            "use_unsloth_gc=True cannot keep expert activations (activation=retain); remove it or "
+            "set "
             "kt_config.activation: recompute"
         )
     from transformers.integrations import is_deepspeed_zero3_enabled
 
     if is_deepspeed_zero3_enabled():
         raise ValueError(
-            "use_kt cannot run under DeepSpeed ZeRO-3, which partitions the experts before they can be packed; use "
+            "use_kt cannot run under DeepSpeed ZeRO-3, which partitions the experts before they "
+            "can be packed; use "
             "ZeRO-2, or FSDP2 with accelerate_configs/fsdp2.yaml"
         )
     if uses_fsdp(training_args) and not torch.accelerator.is_available():
         raise ValueError(
-            "this machine has no GPU and accelerate would silently run DDP instead of the FSDP that is configured; "
+            "this machine has no GPU and accelerate would silently run DDP instead of the FSDP "
+            "that is configured; "
             "launch with accelerate_configs/cpu.yaml"
         )
     _check_load(model_args, config)
-    # Several GPUs in one process would be wrapped in nn.DataParallel; the experts serve one replica per process.
+    # Several GPUs in one process would be wrapped in nn.DataParallel; the experts serve one replica
+    # per process.
     if training_args.n_gpu > 1:
         training_args._n_gpu = 1
 
 
+def _show_log(training_args: Any) -> None:
+    """Lines of the "kt" logger appear once per machine, unless logging was set up by somebody."""
+    log = logging.getLogger("kt")
+    if log.handlers:
+        return
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    log.addHandler(handler)
+    log.propagate = False
+    if training_args.local_process_index != 0:
+        log.setLevel(logging.ERROR)
+    elif log.level == logging.NOTSET:  # KT_LOG may have set it
+        log.setLevel(logging.INFO)
+
+
 def uses_fsdp(training_args: Any) -> bool:
-    """Whether the run is configured for FSDP, in the YAML or by `accelerate launch` (which tells so in its variable)."""
+    """Whether the run is configured for FSDP, in the YAML or by `accelerate launch` (which tells so
+    in its variable).
+    """
     by_launcher = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
     return by_launcher or bool(training_args.fsdp)
 
@@ -241,7 +286,8 @@ def uses_fsdp(training_args: Any) -> bool:
 def _check_load(model_args: Any, config: KTConfig) -> None:
     if model_args.infer_backend != "huggingface":
         raise ValueError(
-            f"infer_backend={model_args.infer_backend} does not know experts in CPU memory; set infer_backend: huggingface"
+            f"infer_backend={model_args.infer_backend} does not know experts in CPU memory; set "
+            "infer_backend: huggingface"
         )
     from kt_sft import plugin
 
@@ -253,7 +299,9 @@ def _check_unused(model_args: Any) -> None:
     for key in ("kt_config", "kt_cpu_activation"):
         value = vars(model_args)[key]
         if value is not None:
-            raise ValueError(f"{key}={value!r} has no effect without use_kt; set use_kt: true or remove it")
+            raise ValueError(
+                f"{key}={value!r} has no effect without use_kt; set use_kt: true or remove it"
+            )
 
 
 def _check_resume(model_args: Any, training_args: Any) -> None:
@@ -265,19 +313,24 @@ def _check_resume(model_args: Any, training_args: Any) -> None:
         return
     if Version(accelerate.__version__) < Version("1.15") and not model_args.adapter_name_or_path:
         raise ValueError(
-            f"accelerate {accelerate.__version__} restores only part of a LoRA adapter under FSDP; set "
-            f"adapter_name_or_path: {checkpoint} beside resume_from_checkpoint, or install accelerate >= 1.15"
+            f"accelerate {accelerate.__version__} restores only part of a LoRA adapter under FSDP; "
+            "set "
+            f"adapter_name_or_path: {checkpoint} beside resume_from_checkpoint, or install "
+            "accelerate >= 1.15"
         )
 
 
 def _device() -> str:
-    return str(torch.accelerator.current_accelerator()) if torch.accelerator.is_available() else "cpu"
+    return (
+        str(torch.accelerator.current_accelerator()) if torch.accelerator.is_available() else "cpu"
+    )
 
 
 def _expect(function: Callable[..., Any], names: list[str]) -> None:
     found = list(inspect.signature(function).parameters)[: len(names)]
     if found != names:
         raise RuntimeError(
-            f"{function.__module__}.{function.__name__} takes {found}, not {names}; this LLaMA-Factory is not supported, "
+            f"{function.__module__}.{function.__name__} takes {found}, not {names}; this "
+            "LLaMA-Factory is not supported, "
             "install 0.9.5"
         )

@@ -1,12 +1,12 @@
 """LoRA on the routed experts of one layer: a peft LoraLayer with ordinary parameters.
 
-For each adapter and projection there are two parameters, A [E, r, in] and B [E, out, r] (E experts, r rank; gate and
-up: in = hidden, out = intermediate; down the other way round), named like
+For each adapter and projection there are two parameters, A [E, r, in] and B [E, out, r] (E experts,
+r rank; gate and up: in = hidden, out = intermediate; down the other way round), named like
 
     model.layers.0.mlp.experts.lora_A.default.gate_proj
 
-so that peft, the optimizer, clipping, FSDP2 and `disable_adapter` treat them as any LoRA parameter. They are read
-afresh at every call: FSDP2 frees and refills them between forward and backward.
+so that peft, the optimizer, clipping, FSDP2 and `disable_adapter` treat them as any LoRA parameter.
+They are read afresh at every call: FSDP2 frees and refills them between forward and backward.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from kt_core.experts import Lora
 from kt_core.module import KTExpertsLinear
 from kt_sft.targets import plan_of
 
-# Variants of LoRA that the kernels do not compute. peft >= 0.19 also marks such fields itself ("is_lora_variant").
+# Variants of LoRA that the kernels do not compute. peft >= 0.19 also marks such fields itself
+# ("is_lora_variant").
 _REFUSED = (
     "use_dora",
     "lora_bias",
@@ -40,7 +41,9 @@ _INITS = (True, False, "gaussian")
 
 
 class ExpertFactors(nn.Module):
-    """The A or B tensors of one adapter: a parameter per projection, named gate_proj, up_proj, down_proj."""
+    """The A or B tensors of one adapter: a parameter per projection, named gate_proj, up_proj,
+    down_proj.
+    """
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
         super().__init__()
@@ -55,6 +58,22 @@ class ExpertFactors(nn.Module):
 
 class KTExpertsLoraLinear(nn.Module, LoraLayer):
     """LoRA around a KTExpertsLinear; created by peft. Called like transformers' fused experts."""
+
+    # What LoraLayer sets up, by adapter name; peft is not typed.
+    r: dict[str, int]
+    lora_alpha: dict[str, float]
+    scaling: dict[str, float]
+    use_rslora: dict[str, bool]
+    use_dora: dict[str, bool]
+    lora_bias: dict[str, bool]
+    lora_dropout: Any
+    lora_A: Any
+    lora_B: Any
+    active_adapters: list[str]
+    disable_adapters: bool
+    get_base_layer: Any
+    set_adapter: Any
+    _caches: dict[str, Any]
 
     def __init__(
         self,
@@ -77,7 +96,9 @@ class KTExpertsLoraLinear(nn.Module, LoraLayer):
         return base.hidden_dim, base.hidden_dim
 
     def update_layer(self, adapter_name: str, r: int, lora_alpha: float, **kwargs: Any) -> None:
-        """Adds or replaces the factors of `adapter_name`; ranks and alphas are those of the current plan."""
+        """Adds or replaces the factors of `adapter_name`; ranks and alphas are those of the current
+        plan.
+        """
         base = self.get_base_layer()
         plan = plan_of(base)
         config = plan.config
@@ -159,13 +180,15 @@ class KTExpertsLoraLinear(nn.Module, LoraLayer):
         }
         if len(rates) != 1:
             raise ValueError(
-                f"adapters {', '.join(active)} have different lora_dropout {sorted(rates)}; make them equal to use them "
+                f"adapters {', '.join(active)} have different lora_dropout {sorted(rates)}; make "
+                "them equal to use them "
                 "together"
             )
         rate = rates.pop()
         if rate == 0.0:
             return 0.0, 0
-        # Drawn from torch's generator, so that a checkpoint's recomputation, which restores it, drops the same.
+        # Drawn from torch's generator, so that a checkpoint's recomputation, which restores it,
+        # drops the same.
         drawn = int(torch.randint(0, 2**62, ()).item())
         layer = self.get_base_layer().layer_index
         return rate, (drawn ^ (layer * 0x9E3779B97F4A7C15)) & (2**63 - 1)
@@ -173,7 +196,8 @@ class KTExpertsLoraLinear(nn.Module, LoraLayer):
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         """Not possible in packed weights; raises ValueError with the way that is."""
         raise ValueError(
-            "packed expert weights cannot take a LoRA delta; save the adapter and merge it into the checkpoint with "
+            "packed expert weights cannot take a LoRA delta; save the adapter and merge it into "
+            "the checkpoint with "
             "kt_core.adapter.merge(model_dir, adapter_dir, out_dir)"
         )
 
@@ -187,19 +211,22 @@ def check_supported(config: LoraConfig) -> None:
         value = vars(config)[field.name]
         if (field.name in _REFUSED or field.metadata.get("is_lora_variant")) and value:
             raise ValueError(
-                f"{field.name}={value!r} is not supported on experts in CPU memory; remove it, or take the experts out "
+                f"{field.name}={value!r} is not supported on experts in CPU memory; remove it, or "
+                "take the experts out "
                 "of the LoRA targets"
             )
     if not any(config.init_lora_weights is i or config.init_lora_weights == i for i in _INITS):
         raise ValueError(
-            f"init_lora_weights={config.init_lora_weights!r} is not supported on experts in CPU memory; use True, "
+            f"init_lora_weights={config.init_lora_weights!r} is not supported on experts in CPU "
+            "memory; use True, "
             "False or gaussian"
         )
 
 
 def _initialise(a: Tensor, b: Tensor, init: bool | str) -> None:
-    """As peft does for a Linear: A uniform in +-1/sqrt(in), B zero; gaussian: A normal with deviation 1/r; False: B
-    uniform too. a [E, r, in], b [E, out, r]; meta tensors stay as they are."""
+    """As peft does for a Linear: A uniform in +-1/sqrt(in), B zero; gaussian: A normal with
+    deviation 1/r; False: B uniform too. a [E, r, in], b [E, out, r]; meta tensors stay as they
+    are."""
     if a.device.type == "meta":
         return
     if init == "gaussian":

@@ -1,9 +1,11 @@
 """What peft does differently on a model with CPU experts: injecting, saving and loading an adapter.
 
-Each function here takes the place of a peft method (see plugin.py) and hands every other model to the original.
+Each function here takes the place of a peft method (see plugin.py) and hands every other model to
+the original.
 
-Saving is one transaction: tensors are checked against the model's trained parameters, written in the standard layout
-to a temporary directory, read back and compared bit for bit, then renamed. Loading uses every tensor or raises.
+Saving is one transaction: tensors are checked against the model's trained parameters, written in
+the standard layout to a temporary directory, read back and compared bit for bit, then renamed.
+Loading uses every tensor or raises.
 """
 
 from __future__ import annotations
@@ -53,7 +55,12 @@ def has_experts(model: nn.Module) -> bool:
 
 
 def inject_adapter(
-    original: Callable[..., None], self: Any, model: nn.Module, adapter_name: str, *args: Any, **kw: Any
+    original: Callable[..., None],
+    self: Any,
+    model: nn.Module,
+    adapter_name: str,
+    *args: Any,
+    **kw: Any,
 ) -> None:
     """LoraModel.inject_adapter: finds the expert projections that the config targets."""
     if not has_experts(model):
@@ -67,7 +74,7 @@ def inject_adapter(
         original(self, model, adapter_name, *args, **kw)
 
 
-# ---------------------------------------------------------------------------------------------------------- saving
+# ------------------------------------------------------------------------------------------ saving
 
 
 def save_pretrained(
@@ -98,7 +105,11 @@ def save_pretrained(
         )
     for key, value, fix in (
         ("safe_serialization", not safe_serialization, "leave it True"),
-        ("path_initial_model_for_weight_conversion", path_initial_model_for_weight_conversion, "leave it out"),
+        (
+            "path_initial_model_for_weight_conversion",
+            path_initial_model_for_weight_conversion,
+            "leave it out",
+        ),
     ):
         if value:
             raise ValueError(f"{key} is not supported on a model with experts in CPU memory; {fix}")
@@ -123,7 +134,9 @@ def save_pretrained(
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    """The full CPU tensor of a sharded parameter (all ranks must call), or the tensor itself on the CPU."""
+    """The full CPU tensor of a sharded parameter (all ranks must call), or the tensor itself on the
+    CPU.
+    """
     if isinstance(tensor, torch.distributed.tensor.DTensor):
         tensor = tensor.full_tensor()
     return tensor.detach().cpu()
@@ -134,12 +147,14 @@ def _save_one(model: PeftModel, name: str, tensors: Mapping[str, Tensor], target
     for key, shape in manifest.items():
         if key not in tensors:
             raise RuntimeError(
-                f"{key} was trained but is not in the state dict to be saved ({len(tensors)} tensors); under a sharded "
+                f"{key} was trained but is not in the state dict to be saved ({len(tensors)} "
+                "tensors); under a sharded "
                 "model pass the gathered state_dict or call save_pretrained on every rank"
             )
         if tuple(tensors[key].shape) != shape:
             raise RuntimeError(
-                f"{key} has shape {tuple(tensors[key].shape)} in the state dict but {shape} in the model: one rank's "
+                f"{key} has shape {tuple(tensors[key].shape)} in the state dict but {shape} in the "
+                "model: one rank's "
                 "shard; pass the gathered state_dict"
             )
     data = _collect(model, name, tensors)
@@ -159,9 +174,13 @@ def _save_one(model: PeftModel, name: str, tensors: Mapping[str, Tensor], target
 
 
 def _trained_shapes(model: PeftModel, name: str) -> dict[str, tuple[int, ...]]:
-    """Global shapes of every parameter of adapter `name`, by the key get_peft_model_state_dict gives it."""
+    """Global shapes of every parameter of adapter `name`, by the key get_peft_model_state_dict
+    gives it.
+    """
     state = {k: p for k, p in model.named_parameters() if "lora_" in k or "modules_to_save" in k}
-    keys = get_peft_model_state_dict(model, state_dict=state, adapter_name=name, save_embedding_layers=False)
+    keys = get_peft_model_state_dict(
+        model, state_dict=state, adapter_name=name, save_embedding_layers=False
+    )
     return {k: tuple(p.shape) for k, p in keys.items()}
 
 
@@ -190,7 +209,8 @@ def _collect(model: PeftModel, name: str, tensors: Mapping[str, Tensor]) -> Adap
             dense[path] = Factors(a, b, module.scaling[name])
     if lost := [k for k in rest if ".lora_" in k]:
         raise ValueError(
-            f"{lost[0]} cannot be expressed in a standard LoRA adapter; take its module out of the LoRA targets"
+            f"{lost[0]} cannot be expressed in a standard LoRA adapter; take its module out of the "
+            "LoRA targets"
         )
     config = model.peft_config[name]
     if config.base_model_name_or_path is None:
@@ -209,14 +229,17 @@ def _linear_paths(base: nn.Module) -> list[str]:
 
 
 def _verify(directory: Path, data: AdapterData, model_type: str) -> None:
-    """Reads the file back, compares it bit for bit with what was to be written, and reads it as an adapter."""
+    """Reads the file back, compares it bit for bit with what was to be written, and reads it as an
+    adapter.
+    """
     expected = standard_tensors(data, expert_names(model_type))
     with safe_open(directory / WEIGHTS_FILE, "pt") as file:
         stored = set(file.keys())
         for key, tensor in expected.items():
             if key not in stored or not _same_bits(file.get_tensor(key), tensor):
                 raise RuntimeError(
-                    f"{key} was not written as it is in memory; the disk under {directory.parent} may be full or faulty"
+                    f"{key} was not written as it is in memory; the disk under {directory.parent} "
+                    "may be full or faulty"
                 )
     if extra := stored - set(expected):
         raise RuntimeError(f"{sorted(extra)[0]} was written but is not part of the adapter")
@@ -246,7 +269,8 @@ def _report(model_type: str, target: Path, parameters: int, tensors: int) -> Non
     )
     if not _stock_peft_reads(model_type):
         log.info(
-            "kt: stock peft of this version does not apply per-expert adapters to %s; kt_core.adapter reads, serves and "
+            "kt: stock peft of this version does not apply per-expert adapters to %s; "
+            "kt_core.adapter reads, serves and "
             "merges it",
             model_type,
         )
@@ -261,7 +285,7 @@ def _stock_peft_reads(model_type: str) -> bool:
     return pattern in conversion._MOE_TARGET_MODULE_MAPPING
 
 
-# --------------------------------------------------------------------------------------------------------- loading
+# ----------------------------------------------------------------------------------------- loading
 
 
 def from_pretrained(
@@ -274,7 +298,9 @@ def from_pretrained(
     config: Any = None,
     **kw: Any,
 ) -> PeftModel:
-    """PeftModel.from_pretrained: the config is made to say what the file's tensors need before modules are created."""
+    """PeftModel.from_pretrained: the config is made to say what the file's tensors need before
+    modules are created.
+    """
     if has_experts(model) and config is None:
         config, _ = _read(model_id, model, kw)
     return original(cls, model, model_id, adapter_name, is_trainable, config, **kw)
@@ -292,7 +318,9 @@ def load_adapter(
     low_cpu_mem_usage: bool = False,
     **kw: Any,
 ) -> Any:
-    """PeftModel.load_adapter: reads every layout, puts every tensor in place, and raises where one has no place."""
+    """PeftModel.load_adapter: reads every layout, puts every tensor in place, and raises where one
+    has no place.
+    """
     if not has_experts(self):
         return original(
             self,
@@ -318,7 +346,9 @@ def load_adapter(
     if missing or result.unexpected_keys:
         key = (missing or result.unexpected_keys)[0]
         raise ValueError(
-            f"{model_id}: {key} {'is not in the file' if missing else 'has no place in this model'}; load the adapter "
+            f"{model_id}: {key} "
+            f"{'is not in the file' if missing else 'has no place in this model'}; load the "
+            "adapter "
             "on the model and with the targets it was trained with"
         )
     result.missing_keys.clear()
@@ -331,9 +361,11 @@ def load_adapter(
 
 
 def _read(
-    model_id: str | os.PathLike[str], base: nn.Module, kw: Mapping[str, Any]
+    model_id: str | os.PathLike[str], base: Any, kw: Mapping[str, Any]
 ) -> tuple[LoraConfig, AdapterData]:
-    """A directory's or hub repository's adapter, and the LoraConfig that gives its tensors a place in `base`."""
+    """A directory's or hub repository's adapter, and the LoraConfig that gives its tensors a place
+    in `base`.
+    """
     hub = {
         k: kw[k] for k in ("revision", "cache_dir", "token", "subfolder") if kw.get(k) is not None
     }
@@ -350,14 +382,17 @@ def _read(
     paths = {n.removesuffix(".base_layer") for n, _ in base.named_modules()}
     if lost := [p for p in (*data.experts, *data.dense) if p not in paths]:
         raise ValueError(
-            f"{model_id} adapts {lost[0]}, which {type(base).__name__} does not have; it was trained on another model "
+            f"{model_id} adapts {lost[0]}, which {type(base).__name__} does not have; it was "
+            "trained on another model "
             f"({config.base_model_name_or_path})"
         )
     return config, data
 
 
 def _native(data: AdapterData) -> dict[str, Tensor]:
-    """The tensors under the names they have in a model with CPU experts, without the adapter's name."""
+    """The tensors under the names they have in a model with CPU experts, without the adapter's
+    name.
+    """
     out = {f"{_PREFIX}{k}": v for k, v in data.extra.items()}
     for path, f in data.dense.items():
         out[f"{_PREFIX}{path}.lora_A.weight"], out[f"{_PREFIX}{path}.lora_B.weight"] = f.a, f.b
@@ -369,22 +404,27 @@ def _native(data: AdapterData) -> dict[str, Tensor]:
 
 
 def _check_places(model: PeftModel, name: str, state: Mapping[str, Tensor], where: str) -> None:
-    """Raises ValueError unless the file's tensors are exactly those of adapter `name`, with their shapes."""
+    """Raises ValueError unless the file's tensors are exactly those of adapter `name`, with their
+    shapes.
+    """
     shapes = _trained_shapes(model, name)
     for key, tensor in state.items():
         if ".lora_" not in key:
             continue
         if key not in shapes:
             raise ValueError(
-                f"{where}: {key} has no place in adapter {name!r} of this model; train or load it with the same "
+                f"{where}: {key} has no place in adapter {name!r} of this model; train or load it "
+                "with the same "
                 "LoRA targets"
             )
         if tuple(tensor.shape) != shapes[key]:
             raise ValueError(
-                f"{where}: {key} has shape {tuple(tensor.shape)} but the model needs {shapes[key]}; rank or base model "
+                f"{where}: {key} has shape {tuple(tensor.shape)} but the model needs "
+                f"{shapes[key]}; rank or base model "
                 "differ from those it was trained with"
             )
     if lost := [k for k in shapes if k not in state]:
         raise ValueError(
-            f"{where}: {lost[0]} is missing; the file was trained with other LoRA targets or is incomplete"
+            f"{where}: {lost[0]} is missing; the file was trained with other LoRA targets or is "
+            "incomplete"
         )

@@ -1,7 +1,7 @@
 """install() and uninstall() of the hooks into transformers and peft; nothing else patches them.
 
-The hooks act on models that are loaded inside `loading(config)` and on what peft does with those models; every other
-model of the process takes the original code.
+The hooks act on models that are loaded inside `loading(config)` and on what peft does with those
+models; every other model of the process takes the original code.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ _installed: list[tuple[Any, str, Any]] = []  # owner, attribute, what stood ther
 
 
 def install() -> None:
-    """Installs the hooks; again is harmless. Raises RuntimeError where a library's version does not fit."""
+    """Installs the hooks; again is harmless. Raises RuntimeError where a library's version does not
+    fit.
+    """
     if _installed:
         return
     import peft
@@ -56,7 +58,8 @@ def install() -> None:
         from peft.utils import transformers_weight_conversion as conversion
     except ImportError:  # peft < 0.19 converts nothing
         return
-    # peft rewrites per-expert names for fused parameters, which a model with CPU experts does not have.
+    # peft rewrites per-expert names for fused parameters, which a model with CPU experts does not
+    # have.
     _wrap(
         conversion,
         "convert_peft_config_for_transformers",
@@ -72,7 +75,9 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Puts the originals back. Models loaded meanwhile keep working, but their adapters can no longer be saved."""
+    """Puts the originals back. Models loaded meanwhile keep working, but their adapters can no
+    longer be saved.
+    """
     while _installed:
         owner, name, original = _installed.pop()
         setattr(owner, name, original)
@@ -89,7 +94,9 @@ def _unless_experts(original: Callable[..., Any], *args: Any, **kw: Any) -> Any:
 
 
 def _wrap(owner: Any, name: str, replacement: Callable[..., Any], expected: list[str]) -> None:
-    """Puts `replacement(original, ...)` in the place of owner.name, whose first parameters must be `expected`."""
+    """Puts `replacement(original, ...)` in the place of owner.name, whose first parameters must be
+    `expected`.
+    """
     stored = inspect.getattr_static(owner, name)
     function = stored.__func__ if isinstance(stored, classmethod) else stored
     found = list(inspect.signature(function).parameters)[: len(expected)]
@@ -97,7 +104,8 @@ def _wrap(owner: Any, name: str, replacement: Callable[..., Any], expected: list
         import peft
 
         raise RuntimeError(
-            f"{owner.__name__}.{name} of peft {peft.__version__} takes {found}, not {expected}; this version is not "
+            f"{owner.__name__}.{name} of peft {peft.__version__} takes {found}, not {expected}; "
+            "this version is not "
             "supported, install one from constraints.txt"
         )
 
@@ -111,7 +119,7 @@ def _wrap(owner: Any, name: str, replacement: Callable[..., Any], expected: list
 
 
 def load_settings(config: KTConfig) -> hf.LoadSettings:
-    """What kt_core is told for `config`; raises ValueError for what this version of it cannot do."""
+    """What kt_core is told for `config`; raises ValueError for what this version cannot do."""
     return hf.LoadSettings(
         format=config.format,
         group=config.group,
@@ -124,14 +132,18 @@ def load_settings(config: KTConfig) -> hf.LoadSettings:
 
 @contextmanager
 def loading(config: KTConfig) -> Iterator[None]:
-    """Inside it, `from_pretrained` of a causal language model puts the experts into CPU memory, ready for training."""
+    """Inside it, `from_pretrained` of a causal language model puts the experts into CPU memory,
+    ready for training.
+    """
     install()
     with hf.experts_on_cpu(load_settings(config)):
         yield
 
 
 def load_for_training(path: str, config: KTConfig | None = None, **kw: Any) -> nn.Module:
-    """AutoModelForCausalLM.from_pretrained(path, **kw) with the experts in CPU memory, ready for peft and training."""
+    """AutoModelForCausalLM.from_pretrained(path, **kw) with the experts in CPU memory, ready for
+    peft and training.
+    """
     from transformers import AutoModelForCausalLM
 
     config = config or KTConfig()
@@ -142,10 +154,13 @@ def load_for_training(path: str, config: KTConfig | None = None, **kw: Any) -> n
 
 
 def prepare(model: nn.Module, config: KTConfig) -> None:
-    """What a loaded model needs beside its experts: checkpointing that keeps their outputs (activation: retain)."""
+    """What a loaded model needs beside its experts: checkpointing that keeps their outputs
+    (activation: retain).
+    """
     if not any(isinstance(m, KTExpertsLinear) for m in model.modules()):
         raise ValueError(
-            f"{type(model).__name__} has no experts in CPU memory; use_kt is for mixture-of-experts models, remove it"
+            f"{type(model).__name__} has no experts in CPU memory; use_kt is for "
+            "mixture-of-experts models, remove it"
         )
     if config.activation == "retain":
         retain_experts(model)

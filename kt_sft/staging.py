@@ -1,8 +1,9 @@
 """Moves a call's tensors to the CPU and its results back, whatever device the caller uses.
 
-Tensors of a GPU go through page-locked host buffers with asynchronous copies and one wait per call; torch's caching
-host allocator keeps a buffer from being reused before its copy is done. CPU tensors are used where they are, except
-inside `forced_copies()`, with which tests send them through the same code.
+Tensors of a GPU go through page-locked host buffers with asynchronous copies and one wait per call;
+torch's caching host allocator keeps a buffer from being reused before its copy is done. CPU tensors
+are used where they are, except inside `forced_copies()`, with which tests send them through the
+same code.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-_forced = 0  # a plain global: backward runs on autograd's own thread, which a context variable would not reach
+# A plain global: backward runs on autograd's own thread, which a context variable does not reach.
+_forced = 0
 
 
 @contextmanager
@@ -34,7 +36,8 @@ def _foreign(device: torch.device) -> bool:
 def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Contiguous CPU tensors with the contents of `tensors` (any device, shape, dtype), in order.
 
-    CPU tensors that are contiguous already are returned as they are. Waits until all copies have arrived.
+    CPU tensors that are contiguous already are returned as they are. Waits until all copies have
+    arrived.
     """
     host: list[Tensor] = []
     waits: set[torch.device] = set()
@@ -55,7 +58,9 @@ def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def to_device(result: Tensor, like: Tensor) -> Tensor:
-    """The CPU tensor `result` on the device and in the dtype of `like`; asynchronous to the host for a GPU."""
+    """The CPU tensor `result` on the device and in the dtype of `like`; asynchronous to the host
+    for a GPU.
+    """
     if not _foreign(like.device):
         return result.to(like.dtype)
     away = like.device.type != "cpu"

@@ -1,8 +1,10 @@
-"""From a LoraConfig's target names to the modules and expert projections they mean on a model with CPU experts.
+"""From a LoraConfig's target names to the modules and expert projections they mean on a model with
+CPU experts.
 
-Expert projections are named gate_proj, up_proj, down_proj, or as the model's published checkpoints name them (Mixtral:
-w1, w3, w2), alone or behind a path; `experts` means all three; so does `all-linear`. Stock peft cannot match names
-below an experts module, so the config it sees names the experts modules, and a plan says which projections they get.
+Expert projections are named gate_proj, up_proj, down_proj, or as the model's published checkpoints
+name them (Mixtral: w1, w3, w2), alone or behind a path; `experts` means all three; so does
+`all-linear`. Stock peft cannot match names below an experts module, so the config it sees names the
+experts modules, and a plan says which projections they get.
 """
 
 from __future__ import annotations
@@ -35,12 +37,13 @@ _plans: contextvars.ContextVar[Mapping[int, ExpertPlan]] = contextvars.ContextVa
 
 
 def plan_of(base: KTExpertsLinear) -> ExpertPlan:
-    """The plan for `base` while an adapter is being injected; raises RuntimeError outside of that."""
+    """The plan for `base` while an adapter is injected; raises RuntimeError outside of that."""
     try:
         return _plans.get()[id(base)]
     except LookupError:
         raise RuntimeError(
-            "expert LoRA layers are created by peft through get_peft_model or add_adapter, with kt_sft.plugin installed"
+            "expert LoRA layers are created by peft through get_peft_model or add_adapter, with "
+            "kt_sft.plugin installed"
         ) from None
 
 
@@ -64,9 +67,11 @@ def experts_of(model: nn.Module) -> dict[str, KTExpertsLinear]:
 
 
 def resolve(config: LoraConfig, model: nn.Module, model_type: str) -> dict[int, ExpertPlan]:
-    """Rewrites `config.target_modules` in place to what stock peft can match, and returns the plans of the experts.
+    """Rewrites `config.target_modules` in place to what stock peft can match, and returns the plans
+    of the experts.
 
-    Raises ValueError where a target matches nothing, or where ranks differ in a way the standard format cannot hold.
+    Raises ValueError where a target matches nothing, or where ranks differ in a way the standard
+    format cannot hold.
     """
     experts = experts_of(model)
     names = expert_names(model_type)
@@ -121,7 +126,8 @@ def _chosen(
         if unused := sorted(set(targets) - used):
             leaves = sorted({p.rsplit(".", 1)[-1] for p in paths if p} | set(names.values()))
             raise ValueError(
-                f"LoRA target {', '.join(unused)} matches no module of this model; names here are {', '.join(leaves)}"
+                f"LoRA target {', '.join(unused)} matches no module of this model; names here are "
+                f"{', '.join(leaves)}"
             )
     return chosen
 
@@ -145,29 +151,36 @@ def _layer_wanted(config: LoraConfig, path: str) -> bool:
 
 
 def _check_expressible(plans: list[ExpertPlan], modules: int) -> None:
-    """The standard adapter has one rank and one alpha for gate and up and one for down, over all layers."""
+    """The standard adapter has one rank and one alpha for gate and up and one for down, over all
+    layers.
+    """
     if not plans:
         return
     first = plans[0]
     if len(plans) != modules or any(
         (p.rank, p.alpha) != (first.rank, first.alpha) for p in plans[1:]
     ):
+        ranks = sorted({r for p in plans for r in p.rank.values()})
         raise ValueError(
             f"expert LoRA differs between layers ({len(plans)} of {modules} experts modules, ranks "
-            f"{sorted({r for p in plans for r in p.rank.values()})}), which a standard PEFT adapter cannot hold; "
-            "target the experts of every layer with the same rank and alpha"
+            f"{ranks}), which a standard PEFT adapter cannot hold; target the experts of every "
+            "layer with the same rank and alpha"
         )
     if {"gate", "up"} <= set(first.rank) and (
         first.rank["gate"] != first.rank["up"] or first.alpha["gate"] != first.alpha["up"]
     ):
         raise ValueError(
-            f"gate_proj has rank {first.rank['gate']} alpha {first.alpha['gate']} but up_proj rank {first.rank['up']} "
-            f"alpha {first.alpha['up']}, which a standard PEFT adapter cannot hold; give both the same"
+            f"gate_proj has rank {first.rank['gate']} alpha {first.alpha['gate']} but up_proj rank "
+            f"{first.rank['up']} "
+            f"alpha {first.alpha['up']}, which a standard PEFT adapter cannot hold; give both the "
+            "same"
         )
 
 
 def _rewrite(config: LoraConfig, model: nn.Module, chosen: Mapping[str, list[str]]) -> None:
-    """Targets without names of expert projections that no ordinary module has, and with the experts modules."""
+    """Targets without names of expert projections that no ordinary module has, and with the experts
+    modules.
+    """
     suffixes = {".".join(path.split(".")[-2:]) for path in chosen}
     targets = config.target_modules
     if targets == "all-linear":
