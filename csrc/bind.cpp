@@ -1,8 +1,9 @@
-// Python bindings: addresses and sizes in, exceptions out. Tensors are checked by kt_core/experts.py;
-// nothing here knows torch. Every call that computes releases the GIL.
+// Python bindings: addresses and sizes in, exceptions out. Tensors are checked by
+// kt_core/experts.py; nothing here knows torch. Every call that computes releases the GIL.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include "arena.h"
 #include "moe.h"
 #include "pool.h"
 #include "registry.h"
@@ -20,25 +21,35 @@ T* at(uintptr_t address) {
 // One layer over a buffer that Python owns and this object keeps alive.
 struct BoundLayer {
   Layer l;
-  py::buffer owner;
+  py::object owner;  // an Arena or any buffer
+  const Arena* arena = nullptr;
 
-  BoundLayer(int64_t experts, int64_t hidden, int64_t intermediate, const std::string& format, int64_t group, int act)
+  BoundLayer(int64_t experts, int64_t hidden, int64_t intermediate, const std::string& format,
+             int64_t group, int act)
       : l{experts, hidden, intermediate, group, format, Act(act), nullptr} {
     const Kernel& k = *find_kernel(format).kernel;
     if (!k.scaled) l.group = 0;
     if (l.group % kBlock || l.group < 0)
-      throw std::invalid_argument("group is " + std::to_string(group) + "; give 32, 64, 128 or 0 (per channel)");
+      throw std::invalid_argument("group is " + std::to_string(group) +
+                                  "; give 32, 64, 128 or 0 (per channel)");
   }
   int64_t nbytes() const { return layer_bytes(l); }
-  void attach(const py::buffer& b) {
-    py::buffer_info info = b.request();
+  void attach(const py::object& b) {
+    arena = py::isinstance<Arena>(b) ? b.cast<const Arena*>() : nullptr;
+    auto info = py::cast<py::buffer>(b).request();
     auto address = reinterpret_cast<uintptr_t>(info.ptr);
     if (info.size * info.itemsize < nbytes() || address % kAlign)
-      throw std::invalid_argument("buffer holds " + std::to_string(info.size * info.itemsize) + " bytes at alignment " +
-                                  std::to_string(address % kAlign) + "; this layer needs " + std::to_string(nbytes()) +
+      throw std::invalid_argument("buffer holds " + std::to_string(info.size * info.itemsize) +
+                                  " bytes at alignment " + std::to_string(address % kAlign) +
+                                  "; this layer needs " + std::to_string(nbytes()) +
                                   " bytes aligned to 64");
     owner = b;
     l.data = at<uint8_t>(address);
+  }
+  // The layer, once it is known that its memory is there.
+  const Layer& ready() const {
+    if (arena) arena->data();
+    return l;
   }
 };
 
@@ -86,9 +97,14 @@ PYBIND11_MODULE(_kt, m) {
   m.def("allowed_cpus", &allowed_cpus);
   m.def("threads", &threads);
   m.def("set_threads", &set_threads, py::arg("n"), py::arg("oversubscribe") = false);
-  m.def("delay_first_worker", &delay_first_worker);
+  m.def("delay_tasks", &delay_tasks);
   m.def("workers_seen", &workers_seen);
 
+  py::class_<Arena>(m, "Arena", py::buffer_protocol())
+      .def(py::init<int64_t>())
+      .def_buffer([](Arena& a) {
+        return py::buffer_info(a.data(), 1, py::format_descriptor<uint8_t>::format(), a.bytes());
+      });
   py::class_<BoundLayer>(m, "Layer")
       .def(py::init<int64_t, int64_t, int64_t, const std::string&, int64_t, int>())
       .def_property_readonly("nbytes", &BoundLayer::nbytes)
@@ -96,28 +112,35 @@ PYBIND11_MODULE(_kt, m) {
       .def("attach", &BoundLayer::attach)
       .def("pack",
            [](BoundLayer& b, int64_t e, int p, uintptr_t src, int dtype, int64_t ld) {
+             const Layer& l = b.ready();
              py::gil_scoped_release nogil;
-             return pack_matrix(b.l, e, p, at<void>(src), DType(dtype), ld);
+             return pack_matrix(l, e, p, at<void>(src), DType(dtype), ld);
            })
       .def("unpack",
            [](BoundLayer& b, int64_t e, int p, uintptr_t out) {
+             const Layer& l = b.ready();
              py::gil_scoped_release nogil;
-             unpack_matrix(b.l, e, p, at<float>(out));
+             unpack_matrix(l, e, p, at<float>(out));
            })
       .def("forward",
-           [](BoundLayer& b, int64_t tokens, int64_t top_k, uintptr_t x, uintptr_t index, uintptr_t weight,
-              const py::object& lora, uintptr_t out, uintptr_t saved) {
+           [](BoundLayer& b, int64_t tokens, int64_t top_k, uintptr_t x, uintptr_t index,
+              uintptr_t weight, const py::object& lora, uintptr_t out, uintptr_t saved) {
+             const Layer& l = b.ready();
              Lora lo = read_lora(lora);
              py::gil_scoped_release nogil;
-             moe_forward(b.l, read_batch(tokens, top_k, x, index, weight), lo, at<float>(out), at<bf16>(saved));
+             moe_forward(l, read_batch(tokens, top_k, x, index, weight), lo, at<float>(out),
+                         at<bf16>(saved));
            })
-      .def("backward", [](BoundLayer& b, int64_t tokens, int64_t top_k, uintptr_t x, uintptr_t index, uintptr_t weight,
-                          const py::object& lora, uintptr_t dy, uintptr_t saved, uintptr_t dx, uintptr_t dw,
-                          const std::vector<uintptr_t>& da, const std::vector<uintptr_t>& db) {
-        Lora lo = read_lora(lora);
-        Grads g{at<float>(dx), at<float>(dw), {}, {}};
-        for (size_t p = 0; p < 3; ++p) g.da[p] = at<float>(da[p]), g.db[p] = at<float>(db[p]);
-        py::gil_scoped_release nogil;
-        moe_backward(b.l, read_batch(tokens, top_k, x, index, weight), lo, at<bf16>(dy), at<bf16>(saved), g);
-      });
+      .def("backward",
+           [](BoundLayer& b, int64_t tokens, int64_t top_k, uintptr_t x, uintptr_t index,
+              uintptr_t weight, const py::object& lora, uintptr_t dy, uintptr_t saved, uintptr_t dx,
+              uintptr_t dw, const std::vector<uintptr_t>& da, const std::vector<uintptr_t>& db) {
+             const Layer& l = b.ready();
+             Lora lo = read_lora(lora);
+             Grads g{at<float>(dx), at<float>(dw), {}, {}};
+             for (size_t p = 0; p < 3; ++p) g.da[p] = at<float>(da[p]), g.db[p] = at<float>(db[p]);
+             py::gil_scoped_release nogil;
+             moe_backward(l, read_batch(tokens, top_k, x, index, weight), lo, at<bf16>(dy),
+                          at<bf16>(saved), g);
+           });
 }

@@ -23,7 +23,8 @@ struct Line {  // one unpacked line of P panels
 
 // C[i][16 q + ..] (+)= scale x acc.
 template <class I, int M, int P>
-KT_OP void fold(typename I::f32 (&acc)[M][P][kVecs<I>], const bf16* const (&scale)[P], bool set, float* c) {
+KT_OP void fold(typename I::f32 (&acc)[M][P][kVecs<I>], const bf16* const (&scale)[P], bool set,
+                float* c) {
   using f32 = typename I::f32;
   for (int q = 0; q < P; ++q)
     for (int j = 0; j < kVecs<I>; ++j) {
@@ -39,9 +40,10 @@ KT_OP void fold(typename I::f32 (&acc)[M][P][kVecs<I>], const bf16* const (&scal
 // `scales[q]`: [groups][16] bf16 or null; `step` pairs per group.
 template <class I, int M, int P>
 __attribute__((noinline)) void tile(const typename I::A* a, int64_t lda, const Line<I, P>* b,
-                                    const bf16* const* scales, int64_t pairs, int64_t step, bool add,
-                                    float* c) {
-  const typename I::A* row[(M + 2) / 3];  // every third row: the two after it are base + ld, base + 2 ld
+                                    const bf16* const* scales, int64_t pairs, int64_t step,
+                                    bool add, float* c) {
+  const typename I::A*
+      row[(M + 2) / 3];  // every third row: the two after it are base + ld, base + 2 ld
   for (int i = 0; i < M; i += 3) row[i / 3] = a + i * lda;
   for (int64_t g = 0, p = 0; g < pairs; g += step) {
     typename I::f32 acc[M][P][kVecs<I>] = {};
@@ -67,8 +69,8 @@ KT_OP void tile_rows(int64_t m, const typename I::A* a, int64_t lda, const Line<
 
 // All rows over unpacked lines, in tiles of nearly equal height.
 template <class I, int P>
-void dense(const Rows& a, const Line<I, P>* b, const bf16* const* scales, int64_t pairs, int64_t step,
-           bool add, float* c) {
+void dense(const Rows& a, const Line<I, P>* b, const bf16* const* scales, int64_t pairs,
+           int64_t step, bool add, float* c) {
   if (!a.m) return;
   int64_t tiles = (a.m + I::mr - 1) / I::mr;
   for (int64_t t = 0, i = 0; t < tiles; ++t) {
@@ -156,8 +158,8 @@ struct Driver {
     dense<I, P>(a, b, scale, pairs, step, add, c);
   }
 
-  static void nt(const Rows& a, const Packed* const* w, const int64_t* p, int count, bool add, float* c,
-                 void* scratch) {
+  static void nt(const Rows& a, const Packed* const* w, const int64_t* p, int count, bool add,
+                 float* c, void* scratch) {
     if (a.m == 0) return;
     if (count == 2) return nt_panels<2>(a, w, p, add, c, scratch);
     nt_panels<1>(a, w, p, add, c, scratch);
@@ -198,7 +200,8 @@ struct Driver {
         f32 sc = F::scaled ? I::load_bf16(scale + col / group_size(s) * kPanel + j * L) : f32{};
         for (int t = 0; t < 8; t += F::pairs) {
           u32 out[F::pairs] = {};
-          if (t < have) F::template decode<I>(*(const u32*)(line + t / F::pairs * kAlign + j * L * 4), out);
+          if (t < have)
+            F::template decode<I>(*(const u32*)(line + t / F::pairs * kAlign + j * L * 4), out);
           for (int x = 0; x < F::pairs; ++x) {
             u32 pair = F::scaled ? I::round_pair(I::lo(out[x]) * sc, I::hi(out[x]) * sc) : out[x];
             v[t + x] = zip_pairs(pair);
@@ -233,8 +236,8 @@ struct Driver {
     }
   }
 
-  static void tn(const Rows& at, const bf16* v, int64_t ldv, const int32_t* rows, int64_t m, int64_t col,
-                 int64_t cols, bool add, float* c, void* scratch) {
+  static void tn(const Rows& at, const bf16* v, int64_t ldv, const int32_t* rows, int64_t m,
+                 int64_t col, int64_t cols, bool add, float* c, void* scratch) {
     auto* b = (Line<I, 2>*)scratch;
     bf16 edge[2][kCols] = {};
     const int64_t have = max64(0, min64(kCols, cols - col)), pairs = (m + 1) / 2;
@@ -260,8 +263,8 @@ struct Driver {
     dense<I, 2>(at, b, none, pairs, pairs, add, c);
   }
 
-  static void gather(const bf16* src, int64_t ld, const int32_t* rows, int64_t m, int64_t k, int64_t kp,
-                     void* out) {
+  static void gather(const bf16* src, int64_t ld, const int32_t* rows, int64_t m, int64_t k,
+                     int64_t kp, void* out) {
     A* dst = (A*)out;
     for (int64_t i = 0; i < m; ++i, dst += kp) {
       const bf16* p = src + (rows ? rows[i] : i) * ld;
@@ -277,7 +280,8 @@ struct Driver {
   }
 
   // v[k] = W[n, k] for k < s.k, zero up to kp.
-  static void load_row(const void* src, DType t, int64_t first, int64_t cs, const Shape& s, float* v) {
+  static void load_row(const void* src, DType t, int64_t first, int64_t cs, const Shape& s,
+                       float* v) {
     const int64_t end = first + s.k * cs;
     if (t == DType::kBf16 && cs == 1) {  // the common checkpoint: a loop the compiler vectorises
       for (int64_t k = 0; k < s.k; ++k) v[k] = widen(((const bf16*)src)[first + k]);
@@ -329,7 +333,8 @@ struct Driver {
       for (int j = 0; j < V; ++j) {
         u32 pair[F::pairs];
         F::template decode<I>(*(const u32*)(line + j * L * 4), pair);
-        f32 sc = F::scaled ? I::load_bf16(scale + k / group_size(s) * kPanel + j * L) : I::splat(1.f);
+        f32 sc =
+            F::scaled ? I::load_bf16(scale + k / group_size(s) * kPanel + j * L) : I::splat(1.f);
         for (int x = 0; x < 2 * F::pairs; ++x) {
           f32 val = (x & 1 ? I::hi(pair[x / 2]) : I::lo(pair[x / 2])) * sc;
           for (int i = 0; i < L && k + x < s.k; ++i)

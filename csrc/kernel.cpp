@@ -14,10 +14,26 @@ template <class I, class F>
 constexpr Kernel make() {
   using D = Driver<I, F>;
   using O = Ops<I>;
-  return {I::name,       KT_ISA_CPU,       F::name,         F::bits,         F::scaled,
-          sizeof(typename I::A), sizeof(Line<I, 1>), D::pack, D::unpack_panel, D::gather,
-          D::nt,         D::nn,            D::transpose,    D::tn,           O::gate_forward,
-          O::gate_backward, O::narrow_rows, O::scatter,     O::drop_rows,    O::drop_add};
+  return {I::name,
+          KT_ISA_CPU,
+          F::name,
+          F::bits,
+          F::scaled,
+          sizeof(typename I::A),
+          sizeof(Line<I, 1>),
+          D::pack,
+          D::unpack_panel,
+          D::gather,
+          D::nt,
+          D::nn,
+          D::transpose,
+          D::tn,
+          O::gate_forward,
+          O::gate_backward,
+          O::narrow_rows,
+          O::scatter,
+          O::drop_rows,
+          O::drop_add};
 }
 
 }  // namespace

@@ -1,9 +1,9 @@
 // The whole ABI out of ISA code: one Kernel per tier and weight format.
 //
-// Every function runs on the calling thread, touches only what it is given, and writes every element
-// of its output. C is always a scratch of fp32 [m][kCols]: two panels of 16 columns side by side.
-// Operand A is row-major with element type `a_size` bytes (2: bf16, used in place; 4: fp32, gather()
-// converts), zero beyond the true reduction length.
+// Every function runs on the calling thread, touches only what it is given, and writes every
+// element of its output. C is always a scratch of fp32 [m][kCols]: two panels of 16 columns side by
+// side. Operand A is row-major with element type `a_size` bytes (2: bf16, used in place; 4: fp32,
+// gather() converts), zero beyond the true reduction length.
 #pragma once
 #include "panel.h"
 
@@ -24,14 +24,14 @@ struct Kernel {
   const char *isa, *cpu, *format;
   int bits;
   bool scaled;
-  int a_size;        // bytes of an A element
+  int a_size;         // bytes of an A element
   int64_t line_size;  // bytes of one unpacked line (16 channels x 1 pair)
 
   // -- weights ------------------------------------------------------------------------------------
   // Packs panels [p0, p1) of W, element (i, j) at src[i*rs + j*cs]; false if a value is not finite.
   // scratch: 6 kp bytes.
-  bool (*pack)(const void* src, DType t, int64_t rs, int64_t cs, const Shape& s, int64_t p0, int64_t p1,
-               uint8_t* dst, void* scratch);
+  bool (*pack)(const void* src, DType t, int64_t rs, int64_t cs, const Shape& s, int64_t p0,
+               int64_t p1, uint8_t* dst, void* scratch);
   // Rows [16 p, 16 p + 16) as fp32 into out [16][k] (only rows < n are written).
   void (*unpack)(const Packed& w, int64_t p, float* out);
 
@@ -47,8 +47,8 @@ struct Kernel {
   // at[j][i] = u[i][j] for i < m, zero for m <= i < mp: operand A of tn.
   void (*transpose)(const bf16* u, int64_t ld, int64_t m, int64_t mp, int64_t r, void* at);
   // C[r][0..32) (+)= at [r][mp] x v[rows[i] or i][col .. col+32); columns >= cols read as zero.
-  void (*tn)(const Rows& at, const bf16* v, int64_t ldv, const int32_t* rows, int64_t m, int64_t col,
-             int64_t cols, bool add, float* c, void* scratch);
+  void (*tn)(const Rows& at, const bf16* v, int64_t ldv, const int32_t* rows, int64_t m,
+             int64_t col, int64_t cols, bool add, float* c, void* scratch);
 
   // -- elementwise --------------------------------------------------------------------------------
   // C = [gate | up]; h = act(gate) * up from the unrounded values, 16 columns;

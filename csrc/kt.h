@@ -1,8 +1,10 @@
-// Vocabulary shared by every file of the core: element types, padding rules, dtype and activation codes.
+// Vocabulary shared by every file of the core: element types, padding rules, dtype and activation
+// codes.
 //
 // Invariants
 //  - everything an ISA object sees here is a type, an enum, a constexpr or a static always-inline
-//    function: ISA objects must not emit weak symbols, or the linker could pick AVX-512 code for all.
+//    function: ISA objects must not emit weak symbols, or the linker could pick AVX-512 code for
+//    all.
 //  - rows are row-major; `ld*` counts elements; sizes are int64_t.
 #pragma once
 #include <cstddef>
@@ -14,11 +16,14 @@ namespace kt {
 
 using bf16 = uint16_t;
 
-constexpr int64_t kPanel = 16;     // output channels per panel: one zmm of fp32, one AMX tile row
-constexpr int64_t kBlock = 32;     // reduction padding of stored weights: one AMX bf16 tile, 4 int4 lines
-constexpr int64_t kCols = 32;      // columns of the fp32 scratch C that every matmul call fills: two panels
-constexpr int64_t kRowBlock = 192; // rows per matmul call: 192 x 2048 bf16 (768 KB) stay in a 1 MB L2
-constexpr int64_t kAlign = 64;     // a cache line
+constexpr int64_t kPanel = 16;  // output channels per panel: one zmm of fp32, one AMX tile row
+constexpr int64_t kBlock =
+    32;  // reduction padding of stored weights: one AMX bf16 tile, 4 int4 lines
+constexpr int64_t kCols =
+    32;  // columns of the fp32 scratch C that every matmul call fills: two panels
+constexpr int64_t kRowBlock =
+    192;                        // rows per matmul call: 192 x 2048 bf16 (768 KB) stay in a 1 MB L2
+constexpr int64_t kAlign = 64;  // a cache line
 
 enum class DType : int { kBf16 = 0, kF16 = 1, kF32 = 2 };
 

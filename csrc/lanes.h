@@ -14,13 +14,13 @@ namespace {
 // Unaligned and may_alias: vectors are loaded from any row of any buffer.
 template <int N>
 struct Vectors;
-#define KT_VECTORS(N)                                                                        \
-  template <>                                                                                \
-  struct Vectors<N> {                                                                        \
-    typedef float f32 __attribute__((vector_size(N * 4), aligned(4), may_alias));            \
-    typedef uint32_t u32 __attribute__((vector_size(N * 4), aligned(4), may_alias));         \
-    typedef int32_t i32 __attribute__((vector_size(N * 4), aligned(4), may_alias));          \
-    typedef uint64_t u64 __attribute__((vector_size(N * 4), aligned(4), may_alias));         \
+#define KT_VECTORS(N)                                                                \
+  template <>                                                                        \
+  struct Vectors<N> {                                                                \
+    typedef float f32 __attribute__((vector_size(N * 4), aligned(4), may_alias));    \
+    typedef uint32_t u32 __attribute__((vector_size(N * 4), aligned(4), may_alias)); \
+    typedef int32_t i32 __attribute__((vector_size(N * 4), aligned(4), may_alias));  \
+    typedef uint64_t u64 __attribute__((vector_size(N * 4), aligned(4), may_alias)); \
   };
 KT_VECTORS(4)
 KT_VECTORS(8)
@@ -70,14 +70,16 @@ struct Lanes {
   // Bytes -> exact bf16 pairs: even bytes of each dword, then odd bytes (see panel.h).
   KT_OP void int8_pairs(u32 x, u32 (&out)[2]) {
     auto f = [](u32 v) { return (u32) __builtin_convertvector((i32)v >> 24, f32); };
-    out[0] = f(x << 24) >> 16 | f(x << 8);   // |code| <= 127: the low 16 bits of the fp32 are zero
+    out[0] = f(x << 24) >> 16 | f(x << 8);  // |code| <= 127: the low 16 bits of the fp32 are zero
     out[1] = f(x << 16) >> 16 | f(x);
   }
   // Nibbles -> bf16 pairs through a 16-entry table held twice (32 entries).
   KT_OP void lut4(const bf16* table, u32 x, u32 (&out)[4]) {
     for (int i = 0; i < N; ++i) {
       uint32_t v = x[i];
-      auto pair = [&](int s) { return table[v >> s & 15] | uint32_t(table[v >> (s + 16) & 15]) << 16; };
+      auto pair = [&](int s) {
+        return table[v >> s & 15] | uint32_t(table[v >> (s + 16) & 15]) << 16;
+      };
       out[0][i] = pair(0), out[1][i] = pair(8), out[2][i] = pair(4), out[3][i] = pair(12);
     }
   }

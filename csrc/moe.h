@@ -25,7 +25,7 @@ struct Layer {
 int64_t layer_bytes(const Layer& l);
 uint8_t* matrix_data(const Layer& l, int64_t expert, int projection);
 
-struct Lora {  // rank 0: the projection has no adapter
+struct Lora {             // rank 0: the projection has no adapter
   const void* a[3] = {};  // [E, r, cols]
   const void* b[3] = {};  // [E, rows, r]
   int64_t r[3] = {};
@@ -46,17 +46,19 @@ struct Batch {
 // out [tokens, hidden] fp32; saved (may be null) [tokens * top_k, 2, intermediate] in expert order.
 void moe_forward(const Layer& l, const Batch& b, const Lora& lora, float* out, bf16* saved);
 
-struct Grads {             // null: not wanted
-  float* dx;               // [tokens, hidden]
-  float* dw;               // [tokens, top_k]
-  float* da[3];            // [E, r, cols]
-  float* db[3];            // [E, rows, r]
+struct Grads {   // null: not wanted
+  float* dx;     // [tokens, hidden]
+  float* dw;     // [tokens, top_k]
+  float* da[3];  // [E, r, cols]
+  float* db[3];  // [E, rows, r]
 };
 // saved null: gate and up are computed again, to the same bits.
-void moe_backward(const Layer& l, const Batch& b, const Lora& lora, const bf16* dy, const bf16* saved, const Grads& g);
+void moe_backward(const Layer& l, const Batch& b, const Lora& lora, const bf16* dy,
+                  const bf16* saved, const Grads& g);
 
 // Packs one matrix, element type t, row-major with `ld` elements per row; false if not finite.
-bool pack_matrix(const Layer& l, int64_t expert, int projection, const void* src, DType t, int64_t ld);
+bool pack_matrix(const Layer& l, int64_t expert, int projection, const void* src, DType t,
+                 int64_t ld);
 void unpack_matrix(const Layer& l, int64_t expert, int projection, float* out);
 
 }  // namespace kt

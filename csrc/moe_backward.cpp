@@ -1,4 +1,5 @@
-// Backward from the same packed bytes: dh_raw -> router gradient, gate backward -> dX, LoRA gradients.
+// Backward from the same packed bytes: dh_raw -> router gradient, gate backward -> dX, LoRA
+// gradients.
 //
 // dh_raw = dY (W_down + s B A), the adapter's part through its dropout mask, per assignment.
 // d(routing weight) = <dh_raw, h>, so expert outputs are never needed.
@@ -13,23 +14,28 @@ namespace {
 struct Work {
   const bf16* dy;
   const bf16* saved;
-  const bf16 *t[3];  // s (mask o in) A^T, per row: inputs of dB
-  bf16* g[3];        // s * dout B, per row: inputs of dA and of the low-rank part of dX
+  const bf16* t[3];  // s (mask o in) A^T, per row: inputs of dB; for down times the routing weight
+  bf16* g[3];        // s * dout B, per row: inputs of dA and of the low-rank part of dX and dh_raw
+  bf16* gw;          // g[kDown] times the routing weight: input of dA of down
   bf16 *dgate, *dup, *h;
-  float* dots;       // [rows][panels of I]
+  float* dots;  // [rows][panels of I]
 };
 
 // g[p] = scaling * dout B for one expert; dout rows come from dY (by token) or from dgate/dup.
-void low_rank_out(const Plan& p, int w, int64_t e, int proj, const bf16* dout, int64_t ld, bool by_token, bf16* g) {
+void low_rank_out(const Plan& p, int w, int64_t e, int proj, const bf16* dout, int64_t ld,
+                  bool by_token, bf16* g, bf16* gw) {
   const int64_t width = p.l.rows(proj), kp = p.factor(e, proj).bt.shape.kp;
   row_blocks(p.route.start[size_t(e)], p.route.start[size_t(e) + 1], [&](int64_t i, int64_t m) {
-    Rows a = p.rows_of(w, kRows, by_token ? dout : dout + i * ld, ld, by_token ? p.route.token.data() + i : nullptr, m, width, kp);
-    p.project(w, a, p.factor(e, proj).bt, p.lora.scaling[proj], nullptr, g + i * p.rp[proj], p.rp[proj]);
+    Rows a = p.rows_of(w, kRows, by_token ? dout : dout + i * ld, ld,
+                       by_token ? p.route.token.data() + i : nullptr, m, width, kp);
+    p.project(w, a, p.factor(e, proj).bt, p.lora.scaling[proj], i, g + i * p.rp[proj],
+              gw ? gw + i * p.rp[proj] : nullptr, p.rp[proj]);
   });
 }
 
 // Two panels of dh_raw for rows [i, i + m), then the gate backward of both.
-void gate_panels(const Plan& p, const Work& k, int w, int64_t e, const Rows& a, int64_t i, int64_t unit) {
+void gate_panels(const Plan& p, const Work& k, int w, int64_t e, const Rows& a, int64_t i,
+                 int64_t unit) {
   const Plan& P = p;
   const int64_t I = P.l.intermediate, count = panels(I), m = a.m;
   const Packed down = P.weight(P.route.expert[size_t(e)], kDown);
@@ -52,23 +58,26 @@ void gate_panels(const Plan& p, const Work& k, int w, int64_t e, const Rows& a, 
     const int64_t col = (2 * unit + q) * kPanel, o = i * P.ip + col;
     const bf16* gate = k.saved + i * 2 * I + col;
     P.k.gate_backward(P.l.act, c + q * kPanel, m, min64(kPanel, I - col), gate, gate + I, 2 * I,
-                      P.route.weight.data() + i, k.dgate + o, k.dup + o, k.h ? k.h + o : nullptr, P.ip,
-                      k.dots + i * count + 2 * unit + q, count);
+                      P.route.weight.data() + i, k.dgate + o, k.dup + o, k.h ? k.h + o : nullptr,
+                      P.ip, k.dots + i * count + 2 * unit + q, count);
   }
 }
 
 void gate_stage(const Plan& p, const Work& k) {
-  const int64_t units = (p.l.intermediate + kCols - 1) / kCols, step = units_per_task(units, p.route.active());
+  const int64_t units = (p.l.intermediate + kCols - 1) / kCols,
+                step = units_per_task(units, p.route.active());
   const int64_t per_expert = (units + step - 1) / step, tail = panels(p.l.intermediate) * kPanel;
   parallel(p.route.active() * per_expert, [&](int64_t task, int w) {
-    const int64_t e = task / per_expert, u0 = task % per_expert * step, u1 = min64(units, u0 + step);
+    const int64_t e = task / per_expert, u0 = task % per_expert * step,
+                  u1 = min64(units, u0 + step);
     p.weights.calls->fetch_add(1, std::memory_order_relaxed);
     row_blocks(p.route.start[size_t(e)], p.route.start[size_t(e) + 1], [&](int64_t i, int64_t m) {
       Rows a = p.rows_of(w, kRows, k.dy, p.l.hidden, p.route.token.data() + i, m, p.l.hidden, p.hp);
       for (int64_t u = u0; u < u1; ++u) gate_panels(p, k, w, e, a, i, u);
       for (bf16* b : {k.dgate, k.dup, k.h})
         if (b && u1 == units && tail < p.ip)
-          for (int64_t r = i; r < i + m; ++r) std::fill(b + r * p.ip + tail, b + (r + 1) * p.ip, bf16(0));
+          for (int64_t r = i; r < i + m; ++r)
+            std::fill(b + r * p.ip + tail, b + (r + 1) * p.ip, bf16(0));
     });
   });
 }
@@ -89,9 +98,11 @@ void dx_columns(const Plan& p, const Work& k, int w, int64_t u0, int64_t u1, flo
   for (int64_t e = 0; e < p.route.active(); ++e)
     row_blocks(p.route.start[size_t(e)], p.route.start[size_t(e) + 1], [&](int64_t i, int64_t m) {
       const bf16* d[2] = {k.dgate, k.dup};
-      const Packed wt[2] = {p.weight(p.route.expert[size_t(e)], kGate), p.weight(p.route.expert[size_t(e)], kUp)};
+      const Packed wt[2] = {p.weight(p.route.expert[size_t(e)], kGate),
+                            p.weight(p.route.expert[size_t(e)], kUp)};
       Rows a[2];
-      for (int q : {kGate, kUp}) a[q] = p.rows_of(w, q ? kAt : kRows, d[q] + i * p.ip, p.ip, nullptr, m, p.ip, p.ip);
+      for (int q : {kGate, kUp})
+        a[q] = p.rows_of(w, q ? kAt : kRows, d[q] + i * p.ip, p.ip, nullptr, m, p.ip, p.ip);
       for (int64_t u = u0; u < u1; ++u) {
         float* c = p.c(w);
         for (int q : {kGate, kUp}) p.k.nn(a[q], wt[q], u * kCols, q == kUp, c, p.panels(w));
@@ -114,7 +125,8 @@ void dx_columns(const Plan& p, const Work& k, int w, int64_t u0, int64_t u1, flo
 }
 
 void dx_stage(const Plan& p, const Work& k, float* dx) {
-  const int64_t H = p.l.hidden, units = (H + kCols - 1) / kCols, step = min64(8, units_per_task(units, 1));
+  const int64_t H = p.l.hidden, units = (H + kCols - 1) / kCols,
+                step = min64(8, units_per_task(units, 1));
   parallel((units + step - 1) / step, [&](int64_t task, int w) {
     const int64_t u0 = task * step, u1 = min64(units, u0 + step), ld = (u1 - u0) * kCols;
     auto* acc = (float*)scratch(w, kAcc, p.batch.tokens * ld * 4);
@@ -126,11 +138,10 @@ void dx_stage(const Plan& p, const Work& k, float* dx) {
 }
 
 // sum over rows of small[row][j] * wide[row][col..]: out[j][...] for dA, transposed for dB.
-// `small` [rows][rp] bf16, times the routing weight when `weighted`.
+// `small` [rows][rp] bf16.
 struct LowRankGrad {
   int proj;
   const bf16* small;
-  bool weighted;
   const bf16* wide;
   int64_t ld, width;
   bool by_token, drop, transposed;
@@ -138,27 +149,23 @@ struct LowRankGrad {
 };
 
 void low_rank_grad(const Plan& p, int w, int64_t e, const LowRankGrad& j) {
-  const int64_t r = p.lora.r[j.proj], rp = p.rp[j.proj], begin = p.route.start[size_t(e)], end = p.route.start[size_t(e) + 1];
+  const int64_t r = p.lora.r[j.proj], rp = p.rp[j.proj], begin = p.route.start[size_t(e)],
+                end = p.route.start[size_t(e) + 1];
   const int64_t expert = p.route.expert[size_t(e)];
   float* out = j.out + expert * r * j.width;
   for (int64_t j0 = 0; j0 < r; j0 += kRowBlock) {  // C holds kRowBlock rows
     const int64_t jr = min64(kRowBlock, r - j0);
     for (int64_t i = begin; i < end; i += kRowBlock) {
       const int64_t m = min64(kRowBlock, end - i), mp = round_up(m, 2);
-      auto* tmp = (bf16*)scratch(w, kSmall, m * rp * 2);
-      for (int64_t x = 0; x < m; ++x)
-        for (int64_t y = 0; y < rp; ++y) {
-          bf16 v = j.small[(i + x) * rp + y];
-          tmp[x * rp + y] = j.weighted ? narrow(widen(v) * p.route.weight[size_t(i + x)]) : v;
-        }
       Rows at{scratch(w, kAt, jr * mp * p.kb.a_size), mp, jr};
-      p.kb.transpose(tmp + j0, rp, m, mp, jr, (void*)at.a);
+      p.kb.transpose(j.small + i * rp + j0, rp, m, mp, jr, (void*)at.a);
       const int32_t* ids = j.by_token ? p.route.token.data() + i : nullptr;
       const bf16* wide = j.by_token ? j.wide : j.wide + i * j.ld;
       int64_t ld = j.ld;
       if (j.drop) {
         auto* masked = (bf16*)scratch(w, kDropped, m * j.width * 2);
-        p.k.drop_rows(p.key(j.proj), p.route.assignment.data() + i, wide, j.ld, ids, m, j.width, masked, j.width);
+        p.k.drop_rows(p.key(j.proj), p.route.assignment.data() + i, wide, j.ld, ids, m, j.width,
+                      masked, j.width);
         wide = masked, ld = j.width, ids = nullptr;
       }
       for (int64_t col = 0; col < j.width; col += kCols) {
@@ -166,7 +173,8 @@ void low_rank_grad(const Plan& p, int w, int64_t e, const LowRankGrad& j) {
         p.kb.tn(at, wide, ld, ids, m, col, j.width, false, c, p.panels(w));
         for (int64_t x = 0; x < jr; ++x)
           for (int64_t y = 0; y < min64(kCols, j.width - col); ++y) {
-            float& o = j.transposed ? out[(col + y) * r + j0 + x] : out[(j0 + x) * j.width + col + y];
+            float& o =
+                j.transposed ? out[(col + y) * r + j0 + x] : out[(j0 + x) * j.width + col + y];
             o = i == begin ? c[x * kCols + y] : o + c[x * kCols + y];
           }
       }
@@ -182,9 +190,11 @@ void lora_grads(const Plan& p, const Work& k, const Grads& g) {
     if (!p.lora.r[q]) continue;
     const bool down = q == kDown;
     if (g.da[q])
-      jobs.push_back({q, k.g[q], down, down ? k.h : p.batch.x, down ? p.ip : p.l.hidden, p.l.cols(q), !down, drop, false, g.da[q]});
+      jobs.push_back({q, down ? k.gw : k.g[q], down ? k.h : p.batch.x, down ? p.ip : p.l.hidden,
+                      p.l.cols(q), !down, drop, false, g.da[q]});
     if (g.db[q])
-      jobs.push_back({q, k.t[q], down, dout[q], down ? p.l.hidden : p.ip, p.l.rows(q), down, false, true, g.db[q]});
+      jobs.push_back(
+          {q, k.t[q], dout[q], down ? p.l.hidden : p.ip, p.l.rows(q), down, false, true, g.db[q]});
   }
   const int64_t n = int64_t(jobs.size());
   std::vector<char> hit(size_t(p.l.experts), 0);
@@ -194,12 +204,14 @@ void lora_grads(const Plan& p, const Work& k, const Grads& g) {
     const int64_t e = i / n, size = p.lora.r[j.proj] * j.width;
     if (!hit[size_t(e)]) std::fill_n(j.out + e * size, size, 0.f);
   });
-  parallel(n * p.route.active(), [&](int64_t i, int w) { low_rank_grad(p, w, i / n, jobs[size_t(i % n)]); });
+  parallel(n * p.route.active(),
+           [&](int64_t i, int w) { low_rank_grad(p, w, i / n, jobs[size_t(i % n)]); });
 }
 
 }  // namespace
 
-void moe_backward(const Layer& l, const Batch& b, const Lora& lora, const bf16* dy, const bf16* saved, const Grads& g) {
+void moe_backward(const Layer& l, const Batch& b, const Lora& lora, const bf16* dy,
+                  const bf16* saved, const Grads& g) {
   Entry lock;
   Plan p(l, b, lora);
   const int64_t rows = p.route.rows();
@@ -208,7 +220,14 @@ void moe_backward(const Layer& l, const Batch& b, const Lora& lora, const bf16* 
       if (lora.r[q] && (g.da[q] || g.db[q])) return true;
     return false;
   }();
-  Work k{dy, saved, {}, {}, p.shared(kDGate, rows, p.ip), p.shared(kDUp, rows, p.ip), nullptr,
+  Work k{dy,
+         saved,
+         {},
+         {},
+         nullptr,
+         p.shared(kDGate, rows, p.ip),
+         p.shared(kDUp, rows, p.ip),
+         nullptr,
          (float*)scratch(-1, kDots, rows * panels(l.intermediate) * 4)};
   if (lora.any()) p.pack_factors(saved == nullptr, true);
   if (!saved) {
@@ -226,19 +245,26 @@ void moe_backward(const Layer& l, const Batch& b, const Lora& lora, const bf16* 
       k.t[q] = t[q];
     }
   auto per_expert = [&](auto f) { parallel(p.route.active(), [&](int64_t e, int w) { f(e, w); }); };
-  if (lora.r[kDown])
-    per_expert([&](int64_t e, int w) { low_rank_out(p, w, e, kDown, dy, l.hidden, true, k.g[kDown]); });
+  if (lora.r[kDown]) {
+    if (want_lora) k.gw = p.shared(kDownW, rows, p.rp[kDown]);
+    per_expert([&](int64_t e, int w) {
+      low_rank_out(p, w, e, kDown, dy, l.hidden, true, k.g[kDown], k.gw);
+    });
+  }
   gate_stage(p, k);
   if (g.dw) router_grad(p, k, g.dw);
   for (int q : {kGate, kUp})
     if (lora.r[q])
-      per_expert([&](int64_t e, int w) { low_rank_out(p, w, e, q, q == kGate ? k.dgate : k.dup, p.ip, false, k.g[q]); });
+      per_expert([&](int64_t e, int w) {
+        low_rank_out(p, w, e, q, q == kGate ? k.dgate : k.dup, p.ip, false, k.g[q], nullptr);
+      });
   if (g.dx) dx_stage(p, k, g.dx);
   if (!want_lora) return;
   for (int q = 0; q < 3; ++q)
     if (lora.r[q])
       per_expert([&](int64_t e, int w) {
-        p.low_rank_in(w, e, q, q == kDown ? k.h : b.x, q == kDown ? p.ip : l.hidden, q != kDown, t[q]);
+        p.low_rank_in(w, e, q, q == kDown ? k.h : b.x, q == kDown ? p.ip : l.hidden, q != kDown,
+                      q == kDown, t[q]);
       });
   lora_grads(p, k, g);
 }

@@ -6,8 +6,10 @@
 namespace kt {
 namespace {
 
-// acc [tokens][cols] = sum over experts, ascending, of w * down(h): this task's columns of the output.
-void down_columns(const Plan& p, int w, const bf16* h, const bf16* t, int64_t u0, int64_t u1, float* acc) {
+// acc [tokens][cols] = sum over experts, ascending, of w * down(h): this task's columns of the
+// output.
+void down_columns(const Plan& p, int w, const bf16* h, const bf16* t, int64_t u0, int64_t u1,
+                  float* acc) {
   const int64_t ld = (u1 - u0) * kCols, count = panels(p.l.hidden);
   std::fill(acc, acc + p.batch.tokens * ld, 0.f);
   for (int64_t e = 0; e < p.route.active(); ++e) {
@@ -21,8 +23,11 @@ void down_columns(const Plan& p, int w, const bf16* h, const bf16* t, int64_t u0
         float* c = p.c(w);
         if (n == 1) std::fill(c, c + m * kCols, 0.f);
         p.k.nt(a, two, at, n, false, c, p.panels(w));
-        if (t) p.add_low_rank(w, t + i * p.rp[kDown], p.rp[kDown], m, p.factor(e, kDown).b, 2 * u, n, true, c);
-        p.k.scatter(c, m, p.route.token.data() + i, p.route.weight.data() + i, acc + (u - u0) * kCols, ld);
+        if (t)
+          p.add_low_rank(w, t + i * p.rp[kDown], p.rp[kDown], m, p.factor(e, kDown).b, 2 * u, n,
+                         true, c);
+        p.k.scatter(c, m, p.route.token.data() + i, p.route.weight.data() + i,
+                    acc + (u - u0) * kCols, ld);
       }
     });
   }
@@ -39,7 +44,8 @@ void moe_forward(const Layer& l, const Batch& b, const Lora& lora, float* out, b
   bf16* t = nullptr;
   if (lora.r[kDown]) {
     t = p.shared(kDownT, p.route.rows(), p.rp[kDown]);
-    parallel(p.route.active(), [&](int64_t e, int w) { p.low_rank_in(w, e, kDown, h, p.ip, false, t); });
+    parallel(p.route.active(),
+             [&](int64_t e, int w) { p.low_rank_in(w, e, kDown, h, p.ip, false, false, t); });
   }
   const int64_t units = (l.hidden + kCols - 1) / kCols, step = min64(8, units_per_task(units, 1));
   parallel((units + step - 1) / step, [&](int64_t task, int w) {

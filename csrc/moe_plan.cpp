@@ -10,19 +10,21 @@ int64_t layer_bytes(const Layer& l) { return int64_t(matrix_data(l, l.experts, 0
 
 uint8_t* matrix_data(const Layer& l, int64_t expert, int projection) {
   const Kernel& k = *find_kernel(l.format).kernel;
-  int64_t up = matrix_bytes(l.shape(kGate), k.bits, k.scaled), down = matrix_bytes(l.shape(kDown), k.bits, k.scaled);
+  int64_t up = matrix_bytes(l.shape(kGate), k.bits, k.scaled),
+          down = matrix_bytes(l.shape(kDown), k.bits, k.scaled);
   return l.data + expert * (2 * up + down) + projection * up;
 }
 
-bool pack_matrix(const Layer& l, int64_t expert, int projection, const void* src, DType t, int64_t ld) {
+bool pack_matrix(const Layer& l, int64_t expert, int projection, const void* src, DType t,
+                 int64_t ld) {
   const Kernel& k = *find_kernel(l.format).kernel;
   Shape s = l.shape(projection);
   std::atomic<bool> finite{true};
   int64_t step = 4, count = panels(s.n);  // 4 panels of 2048 bf16 are 256 KB of input: about 0.1 ms
   Entry lock;
   parallel((count + step - 1) / step, [&](int64_t i, int w) {
-    if (!k.pack(src, t, ld, 1, s, i * step, min64(count, (i + 1) * step), matrix_data(l, expert, projection),
-                scratch(w, kRows, s.kp * 6)))
+    if (!k.pack(src, t, ld, 1, s, i * step, min64(count, (i + 1) * step),
+                matrix_data(l, expert, projection), scratch(w, kRows, s.kp * 6)))
       finite = false;
   });
   return finite;
@@ -31,14 +33,21 @@ bool pack_matrix(const Layer& l, int64_t expert, int projection, const void* src
 void unpack_matrix(const Layer& l, int64_t expert, int projection, float* out) {
   const Kernel& k = *find_kernel(l.format).kernel;
   Packed w{matrix_data(l, expert, projection), l.shape(projection)};
-  parallel(panels(w.shape.n), [&](int64_t p, int) { k.unpack(w, p, out + p * kPanel * w.shape.k); });
+  parallel(panels(w.shape.n),
+           [&](int64_t p, int) { k.unpack(w, p, out + p * kPanel * w.shape.k); });
 }
 
 Plan::Plan(const Layer& layer, const Batch& b, const Lora& lo)
-    : l(layer), batch(b), lora(lo), weights(find_kernel(layer.format)), plain(find_kernel("bf16")),
-      k(*weights.kernel), kb(*plain.kernel),
+    : l(layer),
+      batch(b),
+      lora(lo),
+      weights(find_kernel(layer.format)),
+      plain(find_kernel("bf16")),
+      k(*weights.kernel),
+      kb(*plain.kernel),
       route(make_route(b.tokens, b.top_k, layer.experts, b.index, b.weight)),
-      hp(round_up(layer.hidden, kBlock)), ip(round_up(layer.intermediate, kBlock)) {
+      hp(round_up(layer.hidden, kBlock)),
+      ip(round_up(layer.intermediate, kBlock)) {
   for (int p = 0; p < 3; ++p) rp[p] = transient_shape(0, lo.r[p]).kp;
 }
 
@@ -48,7 +57,8 @@ void* Plan::panels(int w) const {
   return scratch(w, kPanels, reduction / 2 * 2 * k.line_size);
 }
 
-Rows Plan::rows_of(int w, Slot s, const bf16* src, int64_t ld, const int32_t* ids, int64_t m, int64_t kk, int64_t kp) const {
+Rows Plan::rows_of(int w, Slot s, const bf16* src, int64_t ld, const int32_t* ids, int64_t m,
+                   int64_t kk, int64_t kp) const {
   if (k.a_size == 2 && kk == kp && (!ids || m == 1)) return {src + (ids ? ids[0] * ld : 0), ld, m};
   if (k.a_size == 2 && !ids && ld >= kp) return {src, ld, m};  // our own buffers: padded with zeros
   void* dst = scratch(w, s, m * kp * k.a_size);
@@ -56,7 +66,8 @@ Rows Plan::rows_of(int w, Slot s, const bf16* src, int64_t ld, const int32_t* id
   return {dst, kp, m};
 }
 
-Rows Plan::dropped(int w, int p, int64_t first, const bf16* src, int64_t ld, const int32_t* ids, int64_t m, int64_t kk, int64_t kp) const {
+Rows Plan::dropped(int w, int p, int64_t first, const bf16* src, int64_t ld, const int32_t* ids,
+                   int64_t m, int64_t kk, int64_t kp) const {
   auto* tmp = (bf16*)scratch(w, kDropped, m * kp * 2);
   k.drop_rows(key(p), route.assignment.data() + first, src, ld, ids, m, kk, tmp, kp);
   return rows_of(w, kSmall, tmp, kp, nullptr, m, kp, kp);
@@ -71,7 +82,8 @@ void Plan::pack_factors(bool forward, bool backward) {
   };
   std::vector<Job> jobs;
   int64_t total = 0;
-  auto add = [&](Packed& out, const void* src, int64_t first, int64_t rs, int64_t cs, int64_t n, int64_t kk) {
+  auto add = [&](Packed& out, const void* src, int64_t first, int64_t rs, int64_t cs, int64_t n,
+                 int64_t kk) {
     size_t size = lora.type == DType::kF32 ? 4 : 2;
     jobs.push_back({&out, (const uint8_t*)src + size_t(first) * size, rs, cs, n, kk, total});
     total += round_up(matrix_bytes(transient_shape(n, kk), kb.bits, kb.scaled), kAlign);
@@ -91,35 +103,50 @@ void Plan::pack_factors(bool forward, bool backward) {
     const Job& j = jobs[size_t(i)];
     Shape s = transient_shape(j.n, j.k);
     *j.out = {base + j.offset, s};
-    kb.pack(j.src, lora.type, j.rs, j.cs, s, 0, kt::panels(s.n), base + j.offset, scratch(w, kRows, s.kp * 6));
+    kb.pack(j.src, lora.type, j.rs, j.cs, s, 0, kt::panels(s.n), base + j.offset,
+            scratch(w, kRows, s.kp * 6));
   });
 }
 
-void Plan::project(int w, const Rows& a, const Packed& f, float scale, const float* row_weight, bf16* dst, int64_t ld) const {
+void Plan::project(int w, const Rows& a, const Packed& f, float scale, int64_t first, bf16* plain,
+                   bf16* weighted, int64_t ld) const {
   const Packed* two[2] = {&f, &f};
   int64_t count = kt::panels(f.shape.n);
   for (int64_t p = 0; p < count; p += 2) {
     int64_t at[2] = {p, p + 1};
     kb.nt(a, two, at, p + 1 < count ? 2 : 1, false, c(w, kC2), panels(w));
-    kb.narrow_rows(c(w, kC2), a.m, min64(kCols, f.shape.n - p * kPanel), scale, row_weight, dst + p * kPanel, ld);
+    for (bf16* dst : {plain, weighted})
+      if (dst)
+        kb.narrow_rows(c(w, kC2), a.m, min64(kCols, f.shape.n - p * kPanel), scale,
+                       dst == weighted ? route.weight.data() + first : nullptr, dst + p * kPanel,
+                       ld);
   }
-  for (int64_t i = 0; i < a.m; ++i) std::fill(dst + i * ld + f.shape.n, dst + (i + 1) * ld, bf16(0));
+  for (bf16* dst : {plain, weighted})
+    for (int64_t i = 0; dst && i < a.m; ++i)
+      std::fill(dst + i * ld + f.shape.n, dst + (i + 1) * ld, bf16(0));
 }
 
-void Plan::add_low_rank(int w, const bf16* t, int64_t ld, int64_t m, const Packed& f, int64_t panel, int count, bool add, float* c) const {
+void Plan::add_low_rank(int w, const bf16* t, int64_t ld, int64_t m, const Packed& f, int64_t panel,
+                        int count, bool add, float* c) const {
   const Packed* two[2] = {&f, &f};
   int64_t at[2] = {panel, panel + 1};
-  kb.nt(rows_of(w, kSmall, t, ld, nullptr, m, f.shape.kp, f.shape.kp), two, at, count, add, c, panels(w));
+  kb.nt(rows_of(w, kSmall, t, ld, nullptr, m, f.shape.kp, f.shape.kp), two, at, count, add, c,
+        panels(w));
 }
 
-void Plan::low_rank_in(int w, int64_t active, int p, const bf16* src, int64_t ld, bool by_token, bf16* t) const {
+void Plan::low_rank_in(int w, int64_t active, int p, const bf16* src, int64_t ld, bool by_token,
+                       bool weighted, bf16* t) const {
   const int64_t in = l.cols(p), kp = factor(active, p).a.shape.kp;
-  row_blocks(route.start[size_t(active)], route.start[size_t(active) + 1], [&](int64_t i, int64_t m) {
-    const int32_t* ids = by_token ? route.token.data() + i : nullptr;
-    const bf16* from = by_token ? src : src + i * ld;
-    Rows a = lora.dropout > 0 ? dropped(w, p, i, from, ld, ids, m, in, kp) : rows_of(w, kRows, from, ld, ids, m, in, kp);
-    project(w, a, factor(active, p).a, lora.scaling[p], nullptr, t + i * rp[p], rp[p]);
-  });
+  row_blocks(route.start[size_t(active)], route.start[size_t(active) + 1],
+             [&](int64_t i, int64_t m) {
+               const int32_t* ids = by_token ? route.token.data() + i : nullptr;
+               const bf16* from = by_token ? src : src + i * ld;
+               Rows a = lora.dropout > 0 ? dropped(w, p, i, from, ld, ids, m, in, kp)
+                                         : rows_of(w, kRows, from, ld, ids, m, in, kp);
+               bf16* dst = t + i * rp[p];
+               project(w, a, factor(active, p).a, lora.scaling[p], i, weighted ? nullptr : dst,
+                       weighted ? dst : nullptr, rp[p]);
+             });
 }
 
 void Plan::gate_up(bf16* h, bf16* saved) {
@@ -130,12 +157,14 @@ void Plan::gate_up(bf16* h, bf16* saved) {
   if (need_low_rank)
     parallel(route.active() * 2, [&](int64_t i, int w) {
       int p = int(i % 2);
-      if (lora.r[p]) low_rank_in(w, i / 2, p, batch.x, l.hidden, true, t[p]);
+      if (lora.r[p]) low_rank_in(w, i / 2, p, batch.x, l.hidden, true, false, t[p]);
     });
-  const int64_t I = l.intermediate, count = kt::panels(I), step = units_per_task(count, route.active());
+  const int64_t I = l.intermediate, count = kt::panels(I),
+                step = units_per_task(count, route.active());
   const int64_t per_expert = (count + step - 1) / step;
   parallel(route.active() * per_expert, [&](int64_t task, int w) {
-    const int64_t e = task / per_expert, p0 = task % per_expert * step, p1 = min64(count, p0 + step);
+    const int64_t e = task / per_expert, p0 = task % per_expert * step,
+                  p1 = min64(count, p0 + step);
     const int64_t expert = route.expert[size_t(e)];
     const Packed gate = weight(expert, kGate), up = weight(expert, kUp);
     const Packed* both[2] = {&gate, &up};
@@ -147,12 +176,15 @@ void Plan::gate_up(bf16* h, bf16* saved) {
         k.nt(a, both, at, 2, false, c(w), panels(w));
         for (int q : {kGate, kUp})
           if (lora.r[q])
-            add_low_rank(w, t[q] + i * rp[q], rp[q], m, factor(e, q).b, p, 1, true, c(w) + q * kPanel);
+            add_low_rank(w, t[q] + i * rp[q], rp[q], m, factor(e, q).b, p, 1, true,
+                         c(w) + q * kPanel);
         bf16* s = saved ? saved + i * 2 * I + p * kPanel : nullptr;
-        k.gate_forward(l.act, c(w), m, cols, s, s ? s + I : nullptr, 2 * I, h ? h + i * ip + p * kPanel : nullptr, ip);
+        k.gate_forward(l.act, c(w), m, cols, s, s ? s + I : nullptr, 2 * I,
+                       h ? h + i * ip + p * kPanel : nullptr, ip);
       }
       if (h && p1 == count && ip > count * kPanel)
-        for (int64_t r = i; r < i + m; ++r) std::fill(h + r * ip + count * kPanel, h + (r + 1) * ip, bf16(0));
+        for (int64_t r = i; r < i + m; ++r)
+          std::fill(h + r * ip + count * kPanel, h + (r + 1) * ip, bf16(0));
     });
   });
 }

@@ -1,5 +1,5 @@
-// What forward and backward share: the operands of a call, LoRA factors packed for the call, and the
-// stage helpers. Everything here lives for one call only.
+// What forward and backward share: the operands of a call, LoRA factors packed for the call, and
+// the stage helpers. Everything here lives for one call only.
 #pragma once
 #include <vector>
 
@@ -11,7 +11,29 @@
 namespace kt {
 
 // Uses of scratch (pool.h). Per worker first, then shared ones.
-enum Slot { kRows, kC, kPanels, kC2, kSmall, kAcc, kDropped, kAt, kH, kSaved, kGateT, kUpT, kDownT, kGateG, kUpG, kDownG, kDGate, kDUp, kDots, kFactors };
+enum Slot {
+  kRows,
+  kC,
+  kPanels,
+  kC2,
+  kSmall,
+  kAcc,
+  kDropped,
+  kAt,
+  kH,
+  kSaved,
+  kGateT,
+  kUpT,
+  kDownT,
+  kGateG,
+  kUpG,
+  kDownG,
+  kDownW,
+  kDGate,
+  kDUp,
+  kDots,
+  kFactors
+};
 
 struct Factors {  // one projection of one expert
   Packed a, b;    // A [r, in], B [out, r] as weights of nt
@@ -25,8 +47,8 @@ struct Plan {
   const KernelEntry &weights, &plain;  // kernels of the stored format and of bf16 (LoRA factors)
   const Kernel &k, &kb;
   Route route;
-  int64_t hp, ip;      // hidden, intermediate padded to kBlock
-  int64_t rp[3];       // LoRA ranks padded
+  int64_t hp, ip;                  // hidden, intermediate padded to kBlock
+  int64_t rp[3];                   // LoRA ranks padded
   std::vector<Factors> factors{};  // [active][3]
 
   Plan(const Layer& layer, const Batch& b, const Lora& lo);
@@ -40,22 +62,32 @@ struct Plan {
   float* c(int w, Slot s = kC) const { return (float*)scratch(w, s, kRowBlock * kCols * 4); }
   // Scratch for unpacked panels with up to `reduction` values per channel.
   void* panels(int w) const;
-  bf16* shared(Slot s, int64_t rows, int64_t ld) const { return (bf16*)scratch(-1, s, rows * ld * 2); }
+  bf16* shared(Slot s, int64_t rows, int64_t ld) const {
+    return (bf16*)scratch(-1, s, rows * ld * 2);
+  }
 
   // Rows of src as operand A. ids: row numbers in src, or null for consecutive rows.
-  Rows rows_of(int w, Slot s, const bf16* src, int64_t ld, const int32_t* ids, int64_t m, int64_t kk, int64_t kp) const;
-  // The same through the dropout mask of projection p (when there is one); `first` = row of the route.
-  Rows dropped(int w, int p, int64_t first, const bf16* src, int64_t ld, const int32_t* ids, int64_t m, int64_t kk, int64_t kp) const;
+  Rows rows_of(int w, Slot s, const bf16* src, int64_t ld, const int32_t* ids, int64_t m,
+               int64_t kk, int64_t kp) const;
+  // The same through the dropout mask of projection p (when there is one); `first` = row of the
+  // route.
+  Rows dropped(int w, int p, int64_t first, const bf16* src, int64_t ld, const int32_t* ids,
+               int64_t m, int64_t kk, int64_t kp) const;
 
   // forward: A and B; backward: A and both transposes.
   void pack_factors(bool forward, bool backward);
-  // dst[i][0..r) = bf16(scale * weight * A W^T): the narrow product with a LoRA factor.
-  void project(int w, const Rows& a, const Packed& f, float scale, const float* row_weight, bf16* dst, int64_t ld) const;
+  // bf16(scale * A W^T), the narrow product with a LoRA factor, rows [0, a.m) of `plain`; of
+  // `weighted` with the rows' routing weights (either may be null). One rounding each.
+  void project(int w, const Rows& a, const Packed& f, float scale, int64_t first, bf16* plain,
+               bf16* weighted, int64_t ld) const;
   // C (+)= t factor^T for panel pair at column `col` (one panel when `single`).
-  void add_low_rank(int w, const bf16* t, int64_t ld, int64_t m, const Packed& f, int64_t panel, int count, bool add, float* c) const;
+  void add_low_rank(int w, const bf16* t, int64_t ld, int64_t m, const Packed& f, int64_t panel,
+                    int count, bool add, float* c) const;
 
-  // T_p = scaling * (mask o in) A^T for all rows of one active expert; `src` as in rows_of.
-  void low_rank_in(int w, int64_t active, int p, const bf16* src, int64_t ld, bool by_token, bf16* t) const;
+  // T_p = scaling * (mask o in) A^T for all rows of one active expert, times the routing weights if
+  // `weighted`; `src` as in rows_of.
+  void low_rank_in(int w, int64_t active, int p, const bf16* src, int64_t ld, bool by_token,
+                   bool weighted, bf16* t) const;
 
   // Stage 1 for all experts: h and/or saved pre-activations.
   void gate_up(bf16* h, bf16* saved);
@@ -69,7 +101,8 @@ void row_blocks(int64_t begin, int64_t end, F f) {
 
 // How many of `units` column blocks one task takes, so that every thread gets several tasks.
 inline int64_t units_per_task(int64_t units, int64_t groups) {
-  int64_t want = max64(1, int64_t(threads()) * 4 / max64(1, groups));  // 4: leaves room for stealing
+  int64_t want =
+      max64(1, int64_t(threads()) * 4 / max64(1, groups));  // 4: leaves room for stealing
   return max64(1, units / want);
 }
 

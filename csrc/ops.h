@@ -1,8 +1,9 @@
 // Elementwise work between the matrix products: gate activations forward and backward, narrowing,
 // scattering, LoRA dropout. All run over fp32 C scratch [m][kCols] or bf16 rows.
 //
-// exp() is our own: ranges +-inf included, relative error < 2e-7, identical on every tier with the same
-// multiply-add. silu(x) = x / (1 + exp(-x)) is then exact in the limits: silu(200) = 200, silu(-200) = -0.
+// exp() is our own: ranges +-inf included, relative error < 2e-7, identical on every tier with the
+// same multiply-add. silu(x) = x / (1 + exp(-x)) is then exact in the limits: silu(200) = 200,
+// silu(-200) = -0.
 #pragma once
 #include "kernel.h"
 
@@ -17,7 +18,8 @@ struct Ops {
   static constexpr int L = I::lanes;
 
   KT_OP f32 exp(f32 x) {
-    const f32 lo = I::splat(-104.f), hi = I::splat(89.f);  // exp underflows to 0 / overflows to inf there
+    const f32 lo = I::splat(-104.f),
+              hi = I::splat(89.f);  // exp underflows to 0 / overflows to inf there
     x = x < lo ? lo : x;
     x = x > hi ? hi : x;
     f32 n = x * I::splat(1.44269504f);
@@ -66,7 +68,8 @@ struct Ops {
   static float act_grad1(Act a, float x) {
     if (a == Act::kRelu) return x > 0 ? 1.f : x != x ? x : 0.f;
     if (a == Act::kGelu)
-      return 0.5f * (1.f + __builtin_erff(x * 0.70710678f)) + x * 0.39894228f * __builtin_expf(-0.5f * x * x);
+      return 0.5f * (1.f + __builtin_erff(x * 0.70710678f)) +
+             x * 0.39894228f * __builtin_expf(-0.5f * x * x);
     if (x > 20.f || x < -20.f) return x > 0 ? 1.f : 0.f;
     float t = __builtin_tanhf(0.79788456f * (x + 0.044715f * x * x * x));
     return 0.5f * (1.f + t) + 0.5f * x * (1.f - t * t) * 0.79788456f * (1.f + 0.134145f * x * x);
@@ -88,7 +91,8 @@ struct Ops {
     for (int64_t i = 0; i < m; ++i, c += kCols)
       for (int64_t j = 0; j < kPanel; j += L) {
         f32 g = *(const f32*)(c + j), u = *(const f32*)(c + kPanel + j);
-        if (gate) store_cols(gate + i * ld + j, g, cols - j), store_cols(up + i * ld + j, u, cols - j);
+        if (gate)
+          store_cols(gate + i * ld + j, g, cols - j), store_cols(up + i * ld + j, u, cols - j);
         if (h) I::store_bf16(h + i * ldh + j, act(a, g) * u);
       }
   }
@@ -116,22 +120,26 @@ struct Ops {
                           bf16* dst, int64_t ld) {
     for (int64_t i = 0; i < m; ++i, c += kCols) {
       f32 s = I::splat(weight ? scale * weight[i] : scale);
-      for (int64_t j = 0; j < cols; j += L) store_cols(dst + i * ld + j, *(const f32*)(c + j) * s, cols - j);
+      for (int64_t j = 0; j < cols; j += L)
+        store_cols(dst + i * ld + j, *(const f32*)(c + j) * s, cols - j);
     }
   }
 
-  static void scatter(const float* c, int64_t m, const int32_t* rows, const float* weight, float* acc,
-                      int64_t ld) {
+  static void scatter(const float* c, int64_t m, const int32_t* rows, const float* weight,
+                      float* acc, int64_t ld) {
     for (int64_t i = 0; i < m; ++i, c += kCols) {
       f32 w = I::splat(weight ? weight[i] : 1.f);
       float* p = acc + rows[i] * ld;
-      for (int64_t j = 0; j < kCols; j += L) *(f32*)(p + j) = I::fma(w, *(const f32*)(c + j), *(f32*)(p + j));
+      for (int64_t j = 0; j < kCols; j += L)
+        *(f32*)(p + j) = I::fma(w, *(const f32*)(c + j), *(f32*)(p + j));
     }
   }
 
-  // Counter-based: a mask depends on the key, the assignment and the element, never on the order of work.
+  // Counter-based: a mask depends on the key, the assignment and the element, never on the order of
+  // work.
   KT_OP uint32_t row_key(const DropKey& key, int32_t id) {
-    uint64_t z = key.seed + uint64_t(uint32_t(id)) * 0x9E3779B97F4A7C15ull + uint64_t(key.projection) * 0xD1B54A32D192ED03ull;
+    uint64_t z = key.seed + uint64_t(uint32_t(id)) * 0x9E3779B97F4A7C15ull +
+                 uint64_t(key.projection) * 0xD1B54A32D192ED03ull;
     z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9ull;
     z = (z ^ z >> 27) * 0x94D049BB133111EBull;
     return uint32_t(z ^ z >> 31);
@@ -151,12 +159,13 @@ struct Ops {
     for (int64_t i = 0; i < m; ++i, dst += ldd) {
       const bf16* p = src + (rows ? rows[i] : i) * ld;
       uint32_t row = row_key(key, ids[i]);
-      for (int64_t j = 0; j < k; ++j) dst[j] = keep(row, j, limit) ? narrow(widen(p[j]) * s) : bf16(0);
+      for (int64_t j = 0; j < k; ++j)
+        dst[j] = keep(row, j, limit) ? narrow(widen(p[j]) * s) : bf16(0);
       for (int64_t j = k; j < ldd; ++j) dst[j] = 0;
     }
   }
-  static void drop_add(const DropKey& key, const int32_t* ids, const float* c, int64_t m, int64_t col,
-                       float* acc) {
+  static void drop_add(const DropKey& key, const int32_t* ids, const float* c, int64_t m,
+                       int64_t col, float* acc) {
     const uint32_t limit = drop_limit(key);
     const float s = 1.f / (1.f - key.p);
     for (int64_t i = 0; i < m; ++i, c += kCols, acc += kCols) {

@@ -7,11 +7,13 @@
 //   bf16 : k0 k1                        one pair
 //   int8 : bytes   k0 k2 k1 k3          even bytes -> pair (k0,k1), odd bytes -> (k2,k3)
 //   4-bit: low nibbles k0 k2 k1 k3, high nibbles k4 k6 k5 k7 of bytes 0..3
-//          -> x, x>>8, x>>4, x>>12 hold the pairs (k0,k1) (k2,k3) (k4,k5) (k6,k7) in their low nibbles
+//          -> x, x>>8, x>>4, x>>12 hold the pairs (k0,k1) (k2,k3) (k4,k5) (k6,k7) in their low
+//          nibbles
 // So activations in the bf16 domain keep their natural order; an int8-domain kernel permutes the
 // quantized activations by (0 2 1 3) when it quantizes them.
-// k is padded to `kp` (a multiple of kBlock for stored weights) and n to a multiple of 16, with code 0
-// and scale 0. Groups are multiples of kBlock; the last one may be short; group 0 = per channel.
+// k is padded to `kp` (a multiple of kBlock for stored weights) and n to a multiple of 16, with
+// code 0 and scale 0. Groups are multiples of kBlock; the last one may be short; group 0 = per
+// channel.
 #pragma once
 #include "kt.h"
 

@@ -1,5 +1,6 @@
-// See pool.h. State sits behind one pointer, so that a forked child can leave the parent's threads and
-// locks behind; the buffers of the parent stay mapped copy-on-write until the child replaces them.
+// See pool.h. State sits behind one pointer, so that a forked child can leave the parent's threads
+// and locks behind; the buffers of the parent stay mapped copy-on-write until the child replaces
+// them.
 #include "pool.h"
 
 #include <pthread.h>
@@ -24,7 +25,8 @@
 namespace kt {
 namespace {
 
-constexpr int kSpins = 2000;  // about 20 us of pause: a second stage usually follows within that time
+constexpr int kSpins =
+    2000;  // about 20 us of pause: a second stage usually follows within that time
 
 inline void relax() {
 #if defined(__x86_64__)
@@ -115,7 +117,8 @@ class Pool {
         if (r.next.load(std::memory_order_relaxed) >= r.end) break;
         int64_t i = r.next.fetch_add(1);
         if (i >= r.end) break;
-        if (me == 0 && delay) std::this_thread::sleep_for(std::chrono::microseconds(delay));
+        if (delay)
+          std::this_thread::sleep_for(std::chrono::microseconds(delay.load() * (me ? 1 : 4)));
         used_[size_t(me)].store(true, std::memory_order_relaxed);
         try {
           (*fn_)(i, me);
@@ -178,7 +181,8 @@ State& state() {
     std::lock_guard lock(m);
     if (!s) {
       static bool once = [] {
-        // The child owns none of the parent's threads and may hold copies of taken locks: start over.
+        // The child owns none of the parent's threads and may hold copies of taken locks: start
+        // over.
         pthread_atfork(nullptr, nullptr, [] {
           State* old = state_slot();
           if (!old) return;
@@ -228,15 +232,19 @@ Pool& pool() {
 int allowed_cpus() {
   cpu_set_t set;
   CPU_ZERO(&set);
-  int n = sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set) : int(std::thread::hardware_concurrency());
+  int n = sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set)
+                                                      : int(std::thread::hardware_concurrency());
   return std::max(1, std::min(n, cgroup_quota()));
 }
 
 void set_threads(int n, bool oversubscribe) {
-  if (n < 0) throw std::invalid_argument("threads is " + std::to_string(n) + "; give a number >= 1, or none for all allowed CPUs");
+  if (n < 0)
+    throw std::invalid_argument("threads is " + std::to_string(n) +
+                                "; give a number >= 1, or none for all allowed CPUs");
   if (n > allowed_cpus() && !oversubscribe)
-    throw std::invalid_argument("threads is " + std::to_string(n) + " but only " + std::to_string(allowed_cpus()) +
-                                " CPUs are allowed here (affinity and cgroup); lower threads or widen the CPU set");
+    throw std::invalid_argument(
+        "threads is " + std::to_string(n) + " but only " + std::to_string(allowed_cpus()) +
+        " CPUs are allowed here (affinity and cgroup); lower threads or widen the CPU set");
   Entry lock;
   state().wanted = n;
   state().oversubscribe = oversubscribe;
@@ -255,7 +263,7 @@ void parallel(int64_t tasks, const std::function<void(int64_t, int)>& fn) {
 Entry::Entry() { state().entry.lock(); }
 Entry::~Entry() { state().entry.unlock(); }
 
-void delay_first_worker(int us) {
+void delay_tasks(int us) {
   Entry lock;
   pool().delay = us;
 }

@@ -1,8 +1,8 @@
 // Worker pool: the caller works too; static split, then stealing; spin briefly, then sleep.
 //
 // run() is entered by one thread at a time (others wait). Results may not depend on which worker
-// runs a task: tasks own their outputs. Exceptions of tasks reach the caller. After fork() the child
-// gets a fresh pool on first use; the parent's workers are joined at exit.
+// runs a task: tasks own their outputs. Exceptions of tasks reach the caller. After fork() the
+// child gets a fresh pool on first use; the parent's workers are joined at exit.
 #pragma once
 #include <cstdint>
 #include <functional>
@@ -20,14 +20,16 @@ int threads();
 // fn(task, worker) for task in [0, tasks), worker in [0, threads()).
 void parallel(int64_t tasks, const std::function<void(int64_t, int)>& fn);
 
-// Holds the entry lock: all parallel() calls of one engine call and its scratch belong to one caller.
+// Holds the entry lock: all parallel() calls of one engine call and its scratch belong to one
+// caller.
 struct Entry {
   Entry();
   ~Entry();
 };
 
-// Test aid: every task of worker 0 first waits this long, so that others must steal.
-void delay_first_worker(int microseconds);
+// Test aid: every task first sleeps this long, on worker 0 four times: all workers run and must
+// steal.
+void delay_tasks(int microseconds);
 // Test aid: distinct workers that ran a task since the last call.
 int workers_seen();
 

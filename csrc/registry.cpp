@@ -1,5 +1,5 @@
-// CPUID and XCR0 decide; build flags never do. Adding a tier needs only its file in isa/: CMake writes
-// registry.list (one KT_TIER line per tier, in order of preference).
+// CPUID and XCR0 decide; build flags never do. Adding a tier needs only its file in isa/: CMake
+// writes registry.list (one KT_TIER line per tier, in order of preference).
 #include "registry.h"
 
 #include <stdexcept>
@@ -107,12 +107,14 @@ void force_isa(const std::string& name) {
   for (auto& e : registry()) {
     if (name == e.kernel->isa) {
       if (!e.usable)
-        throw std::invalid_argument("KT_ISA is " + name + " but this CPU or operating system lacks " +
-                                    missing_features(e.kernel->cpu) + "; unset KT_ISA to use " + current_isa());
+        throw std::invalid_argument(
+            "KT_ISA is " + name + " but this CPU or operating system lacks " +
+            missing_features(e.kernel->cpu) + "; unset KT_ISA to use " + current_isa());
       forced() = name;
       return;
     }
-    if (known.find(e.kernel->isa) == std::string::npos) known += std::string(known.empty() ? "" : ", ") + e.kernel->isa;
+    if (known.find(e.kernel->isa) == std::string::npos)
+      known += std::string(known.empty() ? "" : ", ") + e.kernel->isa;
   }
   if (!name.empty()) throw std::invalid_argument("KT_ISA is " + name + "; known tiers: " + known);
   forced().clear();

@@ -10,14 +10,15 @@ namespace kt {
 
 struct KernelEntry {
   const Kernel* kernel;
-  bool usable;                    // CPU and operating system allow it
-  std::atomic<uint64_t>* calls;   // tasks that ran with it
+  bool usable;                   // CPU and operating system allow it
+  std::atomic<uint64_t>* calls;  // tasks that ran with it
 };
 
 const std::vector<KernelEntry>& registry();
-// Tier in use: forced, else the last usable one in the order of kIsaOrder. Throws on an unknown or unusable name.
+// Tier in use: forced, else the last usable one in the order of kIsaOrder. Throws on an unknown or
+// unusable name.
 std::string current_isa();
-void force_isa(const std::string& name);  // "" = automatic
+void force_isa(const std::string& name);                    // "" = automatic
 const KernelEntry& find_kernel(const std::string& format);  // in the current tier
 // "avx2 fma" -> names the CPU lacks (empty: usable).
 std::string missing_features(const char* needed);

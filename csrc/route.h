@@ -19,14 +19,16 @@ struct Route {
   int64_t active() const { return int64_t(expert.size()); }
 };
 
-inline Route make_route(int64_t tokens, int64_t top_k, int64_t experts, const int64_t* index, const float* weight) {
+inline Route make_route(int64_t tokens, int64_t top_k, int64_t experts, const int64_t* index,
+                        const float* weight) {
   Route r;
   const int64_t n = tokens * top_k;
   std::vector<int64_t> at(size_t(experts) + 1, 0);
   for (int64_t i = 0; i < n; ++i) {
     if (index[i] < 0 || index[i] >= experts)
       throw std::invalid_argument("top_k_index holds " + std::to_string(index[i]) + " for token " +
-                                  std::to_string(i / top_k) + "; this layer has experts 0.." + std::to_string(experts - 1));
+                                  std::to_string(i / top_k) + "; this layer has experts 0.." +
+                                  std::to_string(experts - 1));
     ++at[size_t(index[i]) + 1];
   }
   r.start.push_back(0);

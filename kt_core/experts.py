@@ -7,7 +7,6 @@ packed layout and section 5 for the numerics.
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,7 +26,7 @@ _DEFAULT_GROUP = {"bf16": 0, "int8": 128, "int4": 32}
 class Lora:
     """Per-expert LoRA factors of one layer.
 
-    ``a[p]``: ``[E, r, in]``, ``b[p]``: ``[E, out, r]``, contiguous CPU tensors, all bf16 or all fp32;
+    ``a[p]``: ``[E, r, in]``, ``b[p]``: ``[E, out, r]``, CPU tensors, all bf16 or all fp32;
     a projection may be absent from both. delta W_p = scaling * b[p] @ a[p]. The kernels round the
     factors to bf16.
 
@@ -48,7 +47,7 @@ class Lora:
 
 @dataclass(frozen=True)
 class Grads:
-    """Gradients of one layer: ``dx [T, H]`` (dtype of x), ``dw [T, K]`` fp32, ``a``/``b`` fp32 by projection."""
+    """Gradients of a layer: ``dx [T, H]`` (dtype of x), ``dw [T, K]`` fp32, ``a``/``b`` fp32."""
 
     dx: Tensor | None
     dw: Tensor | None
@@ -62,10 +61,11 @@ class Experts:
     Args:
         num_experts, hidden, intermediate: E, H, I.
         format: ``bf16``, ``int8`` or ``int4``.
-        group: values of the reduction dimension per scale: 32, 64, 128, 0 (per channel), or None for
-            the format's default (int8: 128, int4: 32). bf16 has no scales and ignores it.
+        group: values of the reduction dimension per scale: 32, 64, 128, 0 (per channel), or None
+            for the format's default (int8: 128, int4: 32). bf16 has no scales and ignores it.
         activation: key of ``ACTIVATIONS``.
-        buffer: where packed bytes live (buffer protocol, 64-byte aligned, e.g. an mmap); None allocates.
+        buffer: where packed bytes live (buffer protocol, 64-byte aligned, e.g. an mmap); None
+            allocates private memory that does not follow a fork.
         name: used in error messages.
 
     Raises:
@@ -91,7 +91,7 @@ class Experts:
         )
         self.group = int(self._layer.group)
         self.nbytes = int(self._layer.nbytes)
-        self._buffer = _anonymous(self.nbytes) if buffer is None else buffer
+        self._buffer = _kt.Arena(self.nbytes) if buffer is None else buffer
         self._layer.attach(self._buffer)
         self._filled = [[False] * 3 for _ in range(num_experts)]
 
@@ -116,7 +116,7 @@ class Experts:
         activation: str = "silu",
         name: str = "experts",
     ) -> Experts:
-        """A layer over ``buffer`` that already holds its complete packed bytes (read only is fine)."""
+        """A layer over ``buffer``, which holds its complete packed bytes (read only is fine)."""
         layer = cls(
             num_experts,
             hidden,
@@ -197,7 +197,7 @@ class Experts:
             ``(out [T, H] in x's dtype, saved [T * K, 2, I] bf16 or None)``.
 
         Raises:
-            ValueError: shapes, dtypes, devices or indices that do not fit, or a layer with missing weights.
+            ValueError: shapes, dtypes, devices or indices that do not fit, or missing weights.
         """
         tokens, top_k, rows, index, weights = self._batch(x, top_k_index, top_k_weights)
         out = torch.empty(tokens, self.hidden, dtype=torch.float32)
@@ -232,7 +232,8 @@ class Experts:
         need_dw: bool = True,
         need_lora: bool = True,
     ) -> Grads:
-        """Gradients of :meth:`forward` for ``grad_out [T, H]``; ``saved=None`` recomputes gate and up."""
+        """Gradients of :meth:`forward` for ``grad_out [T, H]``; without ``saved`` gate and up are
+        computed again, to the same bits."""
         tokens, top_k, rows, index, weights = self._batch(x, top_k_index, top_k_weights)
         if grad_out.shape != x.shape:
             raise ValueError(f"grad_out has shape {tuple(grad_out.shape)}; x has {tuple(x.shape)}")
@@ -294,7 +295,7 @@ class Experts:
                 )
         if x.dtype not in (torch.bfloat16, torch.float32) or x.shape[1] != self.hidden:
             raise ValueError(
-                f"x is {x.dtype} {tuple(x.shape)}; {self.name} needs bf16 or fp32 [T, {self.hidden}]"
+                f"x is {x.dtype} {tuple(x.shape)}; {self.name} needs bf16|fp32 [T, {self.hidden}]"
             )
         if index.dtype != torch.int64 or not weights.is_floating_point():
             raise ValueError(
@@ -379,11 +380,3 @@ def _native_layer(
     if group not in (0, 32, 64, 128):
         raise ValueError(f"group is {group}; give 32, 64, 128, or 0 for one scale per channel")
     return _kt.Layer(num_experts, hidden, intermediate, format, group, ACTIVATIONS[activation])
-
-
-def _anonymous(nbytes: int) -> mmap.mmap:
-    """Private zero pages; a forked child (a dataloader worker) does not get them."""
-    area = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    area.madvise(mmap.MADV_HUGEPAGE)
-    area.madvise(mmap.MADV_DONTFORK)
-    return area

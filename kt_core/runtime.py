@@ -22,7 +22,7 @@ _seconds_lock = threading.Lock()
 
 
 def kernels() -> list[dict[str, object]]:
-    """Compiled kernels: ``isa``, ``format``, ``usable`` here, ``missing`` CPU features, ``calls`` so far."""
+    """Compiled kernels: ``isa``, ``format``, ``usable``, ``missing`` CPU features, ``calls``."""
     return list(_kt.kernels())
 
 
@@ -32,7 +32,7 @@ def isa() -> str:
 
 
 def force_isa(name: str | None) -> None:
-    """Use one tier (None: the best this CPU has). Raises ValueError for an unknown or unusable name."""
+    """Use one tier (None: the best here). Raises ValueError for an unknown or unusable name."""
     _kt.force_isa(name or "")
 
 

@@ -1,4 +1,4 @@
-"""The specification: routed experts with LoRA in plain fp32 torch, forward; autograd gives backward.
+"""The specification: routed experts with LoRA in plain fp32 torch; autograd gives backward.
 
 Weights per expert: gate, up [E, I, H], down [E, H, I]. LoRA: a[p] [E, r, in], b[p] [E, out, r].
 """

@@ -1,7 +1,8 @@
 // bits: 4
 // 4-bit codes in [-8, 7], stored + 8, one bf16 scale per group and channel.
 // The value of largest magnitude gets code -8 (its sign goes into the scale): 8 steps instead of 7
-// on the side that needs them, 8.4 % relative error at group 32 on N(0,1) where amax / 7 gives 9.5 %.
+// on the side that needs them, 8.4 % relative error at group 32 on N(0,1) where amax / 7 gives 9.5
+// %.
 #pragma once
 #include "panel.h"
 
@@ -24,7 +25,8 @@ struct Format_int4 {
   }
   KT_OP float encode(const float* v, int64_t count, uint16_t* code) {
     float top = 0;
-    for (int64_t i = 0; i < count; ++i) top = __builtin_fabsf(v[i]) > __builtin_fabsf(top) ? v[i] : top;
+    for (int64_t i = 0; i < count; ++i)
+      top = __builtin_fabsf(v[i]) > __builtin_fabsf(top) ? v[i] : top;
     float scale = widen(narrow(top / -8.f));
     float inv = scale != 0 ? 1.f / scale : 0.f;
     for (int64_t i = 0; i < count; ++i) {

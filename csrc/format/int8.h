@@ -18,7 +18,8 @@ struct Format_int8 {
   // The scale is rounded to bf16 first, then codes are chosen for the scale that is stored.
   KT_OP float encode(const float* v, int64_t count, uint16_t* code) {
     float top = 0;
-    for (int64_t i = 0; i < count; ++i) top = __builtin_fabsf(v[i]) > top ? __builtin_fabsf(v[i]) : top;
+    for (int64_t i = 0; i < count; ++i)
+      top = __builtin_fabsf(v[i]) > top ? __builtin_fabsf(v[i]) : top;
     float scale = widen(narrow(top / 127.f));
     float inv = scale > 0 ? 1.f / scale : 0.f;
     for (int64_t i = 0; i < count; ++i) {

@@ -10,10 +10,13 @@ namespace kt {
 namespace {
 struct Isa_avx2 : Lanes<8> {
   static constexpr const char* name = "avx2";
-  static constexpr int mr = 6;  // 6 x 2 accumulators + 2 weights + 1 broadcast = 15 of 16 registers (one panel)
+  static constexpr int mr =
+      6;  // 6 x 2 accumulators + 2 weights + 1 broadcast = 15 of 16 registers (one panel)
   static constexpr int few = 4;
 
-  KT_OP f32 fma(f32 a, f32 b, f32 c) { return (f32)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
+  KT_OP f32 fma(f32 a, f32 b, f32 c) {
+    return (f32)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+  }
   KT_OP f32 load_bf16(const bf16* p) {
     return (f32)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16);
   }

@@ -13,7 +13,9 @@ struct Isa_avx512 : Lanes<16> {
   static constexpr int mr = 12;  // 12 x 2 accumulators + 2 weights + broadcasts: fits 32 registers
   static constexpr int few = 4;
 
-  KT_OP f32 fma(f32 a, f32 b, f32 c) { return (f32)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
+  KT_OP f32 fma(f32 a, f32 b, f32 c) {
+    return (f32)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+  }
   KT_OP f32 load_bf16(const bf16* p) {
     return (f32)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16);
   }

@@ -18,7 +18,8 @@ struct Isa_avx512_bf16 : Isa_avx512 {
   KT_OP f32 dot(f32 c, const A* a, const B& b, auto) {
     uint32_t pair;
     __builtin_memcpy(&pair, a, 4);
-    return (f32)_mm512_dpbf16_ps((__m512)c, (__m512bh)_mm512_set1_epi32((int)pair), (__m512bh)b.pair);
+    return (f32)_mm512_dpbf16_ps((__m512)c, (__m512bh)_mm512_set1_epi32((int)pair),
+                                 (__m512bh)b.pair);
   }
 };
 }  // namespace
