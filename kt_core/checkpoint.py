@@ -1,16 +1,15 @@
-"""Finds the routed experts in a checkpoint by its headers, then streams them one expert's
-projection at a time.
- Order of events, so that nothing is ever half-written: `collect` reads headers of every file and
+"""Finds the routed experts in a checkpoint by its headers, then streams them part by part.
+
+Order of events, so that nothing is ever half-written: `collect` reads the headers of every file and
 refuses whatever is missing, truncated, of a wrong shape or of a wrong dtype; only then does `fill`
-read weights. The names in the checkpoint need not be the model's (Mixtral stores
-`block_sparse_moe.experts.0.w1.weight` for `mlp.experts`): a stored module is matched by its exact
-name or, where that is unknown, by its layer numbers and last name.
+read weights, one projection of one expert at a time. Names in the checkpoint need not be the
+model's (Mixtral stores `block_sparse_moe.experts.0.w1.weight` for `mlp.experts`); the model's own
+loader says where a stored tensor goes.
 """
 
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -37,26 +36,19 @@ Shape = tuple[int, int, int]
 class Want:
     """What a model asks of a checkpoint.
 
-    shapes: module name in the model -> (experts, hidden, intermediate). transposed: the model's own
-    loader transposes fused expert tensors.
+    shapes: module name in the model -> (experts, hidden, intermediate). parameter: the model's own
+    name for the parameter that a stored tensor goes to. transposed: the model's own loader
+    transposes fused expert tensors.
     """
 
     shapes: Mapping[str, Shape]
+    parameter: Callable[[str], str] = str
     transposed: bool = False
-    _by_numbers: dict[tuple[object, ...], list[str]] = field(init=False, default_factory=dict)
 
-    def __post_init__(self) -> None:
-        for name in self.shapes:
-            self._by_numbers.setdefault(_numbers(name), []).append(name)
-
-    def module(self, stored: str) -> str | None:
-        """The model's name for a module that a checkpoint calls `stored`; None if the model has no
-        such experts.
-        """
-        if stored in self.shapes:
-            return stored
-        candidates = self._by_numbers.get(_numbers(stored), [])
-        return candidates[0] if len(candidates) == 1 else None
+    def module(self, tensor: str) -> str | None:
+        """The experts module that a stored tensor belongs to; None if the model has none such."""
+        name = self.parameter(tensor).rpartition(".")[0]
+        return name if name in self.shapes else None
 
 
 @dataclass(frozen=True)
@@ -258,7 +250,3 @@ def fingerprint(files: Sequence[Path]) -> str:
                 stream.seek(i * (size - _SAMPLE) // steps)
                 digest.update(stream.read(_SAMPLE))
     return digest.hexdigest()
-
-
-def _numbers(name: str) -> tuple[object, ...]:
-    return (*re.findall(r"(?<=\.)\d+(?=\.)", f".{name}."), name.rpartition(".")[2])

@@ -9,6 +9,7 @@ passes the call on untouched, so stock and KT models live in one process.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -19,7 +20,11 @@ from typing import Any, NoReturn
 
 import torch
 import transformers
-from transformers.core_model_loading import WeightConverter
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    rename_source_key,
+)
 from transformers.modeling_utils import PreTrainedModel
 
 from kt_core import checkpoint, experts, packing, runtime
@@ -29,7 +34,7 @@ from kt_core.module import KTExpertsLinear, Runner, inference_runner
 _WRAPPED_ARGUMENTS = ["model", "state_dict", "checkpoint_files", "load_config"]
 
 # What transformers does to expert tensors when it loads them, as far as the dialects do the same.
-_KNOWN_CONVERSIONS = {"MergeModulelist", "Concatenate", "Transpose"}
+_KNOWN_CONVERSIONS = {"MergeModulelist", "Concatenate", "Transpose", "Force16BytesAlignment"}
 
 
 @dataclass(frozen=True)
@@ -169,18 +174,23 @@ def _load_pretrained_model(
         return _original(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
     if state_dict is not None or not checkpoint_files:
         raise ValueError(
-            f"{type(model).__name__} is loaded from a state_dict or a GGUF file; experts are "
-            "streamed from safetensors "
-            "only: pass a checkpoint directory"
+            f"{type(model).__name__} is loaded from a state_dict or a GGUF file, but experts are "
+            "streamed from safetensors only; pass a checkpoint directory"
         )
     _check_devices(load_config.device_map)
     layouts = _layouts(model)
     if settings.threads is not None:
         runtime.set_threads(settings.threads)
+    source = checkpoint.Source([Path(file) for file in checkpoint_files])
+    want = checkpoint.Want(
+        {layout.name: layout.shape for layout in layouts},
+        parameter=_renaming(model, load_config.weight_mapping),
+        transposed=_transposed(model, load_config.weight_mapping),
+    )
     packed = packing.pack(
         layouts,
-        checkpoint.Source([Path(file) for file in checkpoint_files]),
-        transposed=_transposed(model, load_config.weight_mapping),
+        source,
+        want,
         model=str(load_config.pretrained_model_name_or_path),
         other_bytes=_other_bytes(model, layouts, load_config.device_map),
         format=settings.format,
@@ -188,9 +198,12 @@ def _load_pretrained_model(
         packed_dir=settings.packed_dir,
     )
     _swap(model, layouts, packed, settings.runner)
+    # What transformers, which no longer knows the experts, will call their tensors.
+    renamed = _renaming(model, load_config.weight_mapping)
+    ours = {renamed(stored.name) for stored in source.safetensors if want.module(stored.name)}
+    del source  # closes its files
     info, offload = _original(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
-    want = checkpoint.Want({layout.name: layout.shape for layout in layouts})
-    info.unexpected_keys = {key for key in info.unexpected_keys if not _is_expert(key, want)}
+    info.unexpected_keys -= ours
     model.save_pretrained = _refuse_saving
     return info, offload
 
@@ -223,6 +236,23 @@ def _swap(
         index = _layer_index(layout.name, position)
         module = KTExpertsLinear(packed[layout.name], runner=runner, layer_index=index)
         setattr(model.get_submodule(parent), leaf, module)
+
+
+def _renaming(model: PreTrainedModel, weight_mapping: list[Any] | None) -> Callable[[str], str]:
+    """transformers' own way from the name of a stored tensor to the name of a parameter."""
+    renamings = [entry for entry in weight_mapping or [] if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in weight_mapping or [] if isinstance(entry, WeightConverter)]
+    parameters = model.state_dict()
+
+    @functools.cache
+    def parameter(tensor: str) -> str:
+        prefix = model.base_model_prefix
+        name, _ = rename_source_key(tensor, renamings, converters, prefix, parameters)
+        if name not in parameters and tensor in parameters:
+            name, _ = rename_source_key(tensor, [], [], prefix, parameters)
+        return str(name)
+
+    return parameter
 
 
 def _transposed(model: PreTrainedModel, weight_mapping: list[Any] | None) -> bool:
@@ -268,14 +298,6 @@ def _check_devices(device_map: Mapping[str, Any] | None) -> None:
             "on the devices; "
             "give one device, such as device_map='cpu' or device_map='cuda:0'"
         )
-
-
-def _is_expert(key: str, want: checkpoint.Want) -> bool:
-    """Whether an unexpected key (stored or renamed) belongs to an experts module that we loaded
-    ourselves.
-    """
-    names = key.split(".")
-    return any(want.module(".".join(names[:n])) for n in range(1, len(names)))
 
 
 def _layer_index(name: str, position: int) -> int:

@@ -25,8 +25,8 @@ Parts = Mapping[str, list[checkpoint.Part]]
 def pack(
     layouts: Sequence[ExpertsLayout],
     source: checkpoint.Source,
+    want: checkpoint.Want,
     *,
-    transposed: bool,
     model: str,
     other_bytes: int,
     format: str,
@@ -35,9 +35,9 @@ def pack(
 ) -> dict[str, experts.Experts]:
     """Packed experts of every layout, by module name.
 
-    model: directory or hub id. other_bytes: CPU bytes of all other weights. packed_dir: where the
-    packed file is, or is made. Raises ValueError, FileNotFoundError, OSError or MemoryError, in one
-    sentence.
+    want: the names and shapes that `layouts` ask of `source`. model: directory or hub id.
+    other_bytes: CPU bytes of all other weights. packed_dir: where the packed file is, or is made.
+    Raises ValueError, FileNotFoundError, OSError or MemoryError, in one sentence.
     """
     sizes = {x.name: experts.Experts.packed_nbytes(*x.shape, format, group) for x in layouts}
     part = max(4 * x.hidden * x.intermediate for x in layouts)  # unpacked, fp32 at most
@@ -48,7 +48,6 @@ def pack(
         mapped=sum(file.stat().st_size for file in source.files),
     )
     memory.check(plan, memory.limits(), model)  # before headers: opening a file maps it
-    want = checkpoint.Want({layout.name: layout.shape for layout in layouts}, transposed)
     parts = checkpoint.collect(source, want)
     options = {
         x.name: {"format": format, "group": group, "activation": x.activation, "name": x.name}

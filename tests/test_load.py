@@ -8,9 +8,12 @@ rounding.
 from __future__ import annotations
 
 import copy
+import io
 import json
 import logging
 import pickle
+import re
+import sys
 import threading
 
 import models
@@ -21,6 +24,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from kt_core import checkpoint, experts, hf
+from kt_core.layout import find_experts
 from kt_core.module import KTExpertsLinear
 
 IDS = torch.randint(3, 120, (2, 48), generator=torch.Generator().manual_seed(1))
@@ -169,7 +173,7 @@ def test_a_square_fused_tensor_is_taken_as_transformers_takes_it(tmp_path):
     down = torch.randn(2, 8, 4)
     file = tmp_path / "model.safetensors"
     save_file({"layers.0.experts.gate_up_proj": weights, "layers.0.experts.down_proj": down}, file)
-    want = checkpoint.Want({"layers.0.experts": (2, 8, 4)}, transposed=True)
+    want = checkpoint.Want({"layers.0.experts": (2, 8, 4)}, transposed=True)  # names as stored
     parts = checkpoint.collect(checkpoint.Source([file]), want)["layers.0.experts"]
     got = {(p.expert, p.projection): p.read() for p in parts}
     assert torch.equal(got[1, "gate"], weights[1, :4]) and torch.equal(got[1, "up"], weights[1, 4:])
@@ -193,6 +197,57 @@ def test_an_unexpected_key_that_is_not_ours_is_still_reported(tmp_path, slow):
     rewrite(path, lambda t: t.update({"model.layers.0.mlp.shared.weight": torch.zeros(2)}))
     _, info = hf.load_model(path, output_loading_info=True)
     assert info["unexpected_keys"] == {"model.layers.0.mlp.shared.weight"}
+
+
+def test_experts_of_another_part_of_the_checkpoint_are_left_alone(tmp_path, slow):
+    """Multi-token-prediction layers carry experts with the same layer numbers (Qwen3-Next)."""
+    path = models.build("qwen3_moe", tmp_path)
+    before = logits(hf.load_model(path, dtype=torch.float32))
+
+    def add(tensors):
+        for name in [n for n in tensors if ".layers.0.mlp.experts." in n]:
+            tensors[name.replace("model.", "mtp.")] = torch.ones_like(tensors[name])
+
+    rewrite(path, add)
+    model, info = hf.load_model(path, dtype=torch.float32, output_loading_info=True)
+    assert torch.equal(logits(model), before)
+    assert info["unexpected_keys"] == {
+        f"mtp.layers.0.mlp.experts.{name}" for name in ("gate_up_proj", "down_proj")
+    }
+
+
+@pytest.mark.parametrize("family", ["mixtral", "deepseek_v3"])
+def test_base_model_of_a_causal_checkpoint_and_the_reverse(family, tmp_path, slow):
+    """The `model.` prefix comes and goes, as in stock loading."""
+    path = models.build(family, tmp_path / "causal")
+    with hf.experts_on_cpu(hf.LoadSettings()):
+        base = transformers.AutoModel.from_pretrained(path, dtype=torch.float32)
+    whole = stock(path)
+    with torch.no_grad():
+        expected = whole.model(input_ids=IDS).last_hidden_state
+        assert torch.equal(base(input_ids=IDS).last_hidden_state, expected)
+    whole.model.save_pretrained(tmp_path / "base")
+    causal = hf.load_model(tmp_path / "base", dtype=torch.float32)
+    with torch.no_grad():
+        assert torch.equal(causal.model(input_ids=IDS).last_hidden_state, expected)
+
+
+def test_weights_that_exist_already_are_refused():
+    """DeepSpeed ZeRO-3 materialises and partitions parameters before loading."""
+    model = transformers.AutoModelForCausalLM.from_config(models.config("mixtral"))
+    with pytest.raises(ValueError, match=r"model\.layers\.0\.mlp\.experts exist .* use ZeRO-2"):
+        find_experts(model)
+
+
+def test_progress_is_shown_on_a_terminal_only(tmp_path, slow, monkeypatch):
+    path = models.build("mixtral", tmp_path)
+    for terminal in (True, False):
+        stream = io.StringIO()
+        stream.isatty = lambda terminal=terminal: terminal
+        monkeypatch.setattr(sys, "stderr", stream)
+        hf.load_model(path)
+        shown = re.search(r"Packing experts: 100%.*240k/240k .*<00:00, .*B/s", stream.getvalue())
+        assert bool(shown) == terminal, stream.getvalue()
 
 
 def test_tied_embeddings_stay_tied(tmp_path, slow):

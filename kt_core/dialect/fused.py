@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kt_core.checkpoint import Part, Source, Stored, Want, bad_shape
 
-_NAME = re.compile(r"(?P<module>.+)\.(?P<tensor>gate_up_proj|down_proj)(\.weight)?")
+_NAME = re.compile(r".+\.(?P<tensor>gate_up_proj|down_proj)")
 
 
 def scan(source: Source, want: Want) -> Iterator[Part]:
@@ -26,7 +26,7 @@ def scan(source: Source, want: Want) -> Iterator[Part]:
     """
     for stored in source.safetensors:
         match = _NAME.fullmatch(stored.name)
-        module = want.module(match["module"]) if match else None
+        module = want.module(stored.name) if match else None
         if match is None or module is None or len(stored.shape) != 3:
             continue
         num_experts, hidden, intermediate = want.shapes[module]

@@ -32,7 +32,9 @@ def scan(source: Source, want: Want) -> Iterator[Part]:
         match = _NAME.fullmatch(stored.name)
         if match is None or match["projection"] not in _PROJECTION:
             continue
-        module = want.module(match["module"])
+        # Where the model's loader knows only fused names, the module of those is the one.
+        fused = f"{match['module']}.gate_up_proj"
+        module = want.module(stored.name) or want.module(fused)
         if module is not None:
             yield Part(
                 module=module,
