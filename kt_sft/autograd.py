@@ -7,7 +7,8 @@ objects are named by an integer handle; the registry holds weak references only.
 survives a call, so forwards and backwards may come in any order.
 
 Shapes: x [T, H]; top_k_index, top_k_weights [T, K]; lora A tensors [E, r, in] then B tensors [E,
-out, r] in the order of `projections`; out [T, H]; saved [T*K, 2, I], or [0] when nothing is saved.
+out, r] in the order of `projections`; scaling has one value per projection, used or not (torch takes an empty list for a
+list of tensors); out [T, H]; saved [T*K, 2, I], or [0] when nothing is saved.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ def _run(
         factors,
         handle_of(experts),
         ",".join(names),
-        [] if lora is None else [lora.scaling_of(p) for p in names],
+        [lora.scaling_of(p) if lora and p in names else 1.0 for p in PROJECTIONS],
         0.0 if lora is None else lora.dropout,
         0 if lora is None else lora.seed,
         retain and needs_grad,
@@ -187,7 +188,7 @@ def _lora(
     return Lora(
         dict(zip(names, a, strict=True)),
         dict(zip(names, b, strict=True)),
-        dict(zip(names, scaling, strict=True)),
+        {p: s for p, s in zip(PROJECTIONS, scaling, strict=True) if p in names},
         dropout,
         seed,
     )

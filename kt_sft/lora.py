@@ -67,8 +67,8 @@ class KTExpertsLoraLinear(nn.Module, LoraLayer):
     use_dora: dict[str, bool]
     lora_bias: dict[str, bool]
     lora_dropout: Any
-    lora_A: Any
-    lora_B: Any
+    lora_A: Any  # noqa: N815 - peft names it so
+    lora_B: Any  # noqa: N815
     active_adapters: list[str]
     disable_adapters: bool
     get_base_layer: Any
