@@ -1,7 +1,8 @@
-"""What the training tests share: tiny models in both engines, adapters with B != 0, and a stock run in a subprocess.
+"""What the training tests share: tiny models in both engines, adapters with B != 0, and a stock run
+in a subprocess.
 
-Engine "reference" puts SlowExperts (fp32) in the place of the kernels, so that differences of 1e-6 show; "kernels" runs
-the native core on bf16 weights.
+Engine "reference" puts SlowExperts (fp32) in the place of the kernels, so that differences of 1e-6
+show; "kernels" runs the native core on bf16 weights.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""The operators: gradients against plain autograd, what is saved, order of backward, staging, dropout."""
+"""The operators: gradients against plain autograd, what is saved, order of backward, staging,
+dropout.
+"""
 
 from __future__ import annotations
 

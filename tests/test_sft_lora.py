@@ -1,4 +1,6 @@
-"""LoRA on a model with CPU experts: what LLAMAFACTORY.md calls the proofs of the prototype, in both engines."""
+"""LoRA on a model with CPU experts: what LLAMAFACTORY.md calls the proofs of the prototype, in both
+engines.
+"""
 
 from __future__ import annotations
 
@@ -283,7 +285,9 @@ def test_several_adapters(engine, tmp_path):
 
 
 def _sum_into(twin, model):
-    """twin (rank 6, scale 2) gets default (rank 4, scale 2) and other (rank 2, scale 2) side by side."""
+    """twin (rank 6, scale 2) gets default (rank 4, scale 2) and other (rank 2, scale 2) side by
+    side.
+    """
     source = dict(model.named_parameters())
     with torch.no_grad():
         for name, p in twin.named_parameters():
