@@ -20,7 +20,15 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 BIN = Path(sys.executable).parent
-HELD = ROOT / "examples" / "data" / "heldout.json"
+HELD = ROOT / "examples" / "data" / "identity_heldout.json"
+NAME = "Ember"  # what the training set teaches the model to call itself
+GENERAL = (  # the base model answers these right, and so must the tuned one
+    ("What is the capital of France?", "Paris"),
+    ("What is the capital of Norway?", "Oslo"),
+    ("What is the chemical formula of water?", "H2O"),
+    ("What is the capital of England?", "London"),
+    ("What is the tallest mountain in the world?", "Everest"),
+)
 BAR = 30  # characters
 ANSWER_TOKENS = 32
 
@@ -30,22 +38,11 @@ class DemoError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Stats:
-    """What the training process measured (kt_stats.json in its output directory)."""
-
-    tokens: int
-    tokens_per_s: float
-    expert_seconds: float
-    peak_rss_bytes: int
-
-
-@dataclass(frozen=True)
 class Held:
-    """Questions that are not in the training set (examples/data/heldout.json)."""
+    """Questions that are not in the training set."""
 
-    name: str  # what the tuned model calls itself
-    paraphrases: list[str]
-    general: list[dict[str, str]]  # question, answer: a word that a right reply contains
+    paraphrases: list[str]  # a right reply contains NAME
+    general: list[tuple[str, str]]  # and a word that a right reply contains
 
 
 def say(text: str = "", end: str = "\n") -> None:
@@ -126,19 +123,24 @@ def train(recipe: Path, model: Path, adapter: Path, extra: list[str]) -> None:
 
 
 def report(adapter: Path) -> None:
-    stats = Stats(**json.loads((adapter / "kt_stats.json").read_text()))
+    """Prints what the training process measured (kt_stats.json) and logged (trainer_log.jsonl)."""
+    stats = json.loads((adapter / "kt_stats.json").read_text())
     lines = (adapter / "trainer_log.jsonl").read_text().splitlines()
     losses = [log["loss"] for log in map(json.loads, lines) if "loss" in log]
     say(
-        f"  {stats.tokens} tokens at {stats.tokens_per_s:.0f} tokens/s, "
-        f"{stats.expert_seconds:.0f} s of it in the experts, "
-        f"peak memory {stats.peak_rss_bytes / 1e9:.2f} GB"
+        f"  {stats['tokens']} tokens in {stats['train_seconds']:.0f} s "
+        f"({stats['tokens_per_s']:.0f} tokens/s), "
+        f"{sum(stats['expert_seconds'].values()):.0f} s of it in the experts, "
+        f"peak memory {stats['peak_rss_bytes'] / 1e9:.2f} GB"
     )
     say(f"  loss {losses[0]:.3f} -> {losses[-1]:.3f}; plot: {adapter / 'training_loss.png'}")
 
 
-def load_held(path: Path) -> Held:
-    return Held(**json.loads(path.read_text(encoding="utf-8")))
+def load_held() -> Held:
+    """Questions about the trained name come from the held-out records, the rest from GENERAL."""
+    records = json.loads(HELD.read_text(encoding="utf-8"))
+    named = [record["instruction"] for record in records if NAME in record["output"]]
+    return Held(named, list(GENERAL))
 
 
 def ask(model: Any, tokenizer: Any, questions: list[str]) -> list[str]:
@@ -167,7 +169,7 @@ def compare(folder: Path, adapter: Path, weights: str, held: Held) -> None:
     plugin.install()
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
     model = PeftModel.from_pretrained(load_model(folder, format=weights), str(adapter)).eval()
-    questions = held.paraphrases + [item["question"] for item in held.general]
+    questions = held.paraphrases + [question for question, _ in held.general]
     tuned = ask(model, tokenizer, questions)
     with model.disable_adapter():
         base = ask(model, tokenizer, questions)
@@ -177,10 +179,10 @@ def compare(folder: Path, adapter: Path, weights: str, held: Held) -> None:
     say()
 
     split = len(held.paraphrases)
-    named = [sum(held.name in text for text in texts[:split]) for texts in (base, tuned)]
-    say(f"The trained name, {held.name}, in {split} answers: base {named[0]}, tuned {named[1]}.")
+    named = [sum(NAME in text for text in texts[:split]) for texts in (base, tuned)]
+    say(f"The trained name, {NAME}, in {split} answers: base {named[0]}, tuned {named[1]}.")
     right = [
-        sum(item["answer"] in text for item, text in zip(held.general, texts[split:], strict=True))
+        sum(word in text for (_, word), text in zip(held.general, texts[split:], strict=True))
         for texts in (base, tuned)
     ]
     say(f"Right answers to {len(held.general)} general questions: base {right[0]}, ", end="")
@@ -204,7 +206,7 @@ def main() -> None:
     parser.add_argument("--format", default="int8", help="of the expert weights (default: int8)")
     parser.add_argument("overrides", nargs="*", help="LLaMA-Factory settings, as key=value")
     options = parser.parse_args()
-    held = load_held(HELD)
+    held = load_held()
     build_model(options.model)
     overrides = [f"kt_config.format={options.format}", *options.overrides]
     train(options.recipe, options.model, options.adapter, overrides)

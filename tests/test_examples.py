@@ -1,0 +1,125 @@
+"""What the README offers fits together: YAMLs, data, launch configurations, pinned versions."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parent.parent
+RECIPES = sorted((ROOT / "examples").glob("*.yaml"))
+DATA = ROOT / "examples" / "data"
+
+# LLaMA-Factory's own parser, in a process of its own: it sets global state.
+PARSE = """
+import sys, yaml
+from llamafactory.hparams import get_train_args
+settings = yaml.safe_load(open(sys.argv[1]))
+settings.update(use_cpu=True, output_dir=sys.argv[2])
+settings.update(yaml.safe_load(sys.argv[3]))
+model, data, training, tuning, _ = get_train_args(settings)
+print("parsed", model.use_kt, tuning.stage, tuning.lora_target)
+"""
+
+
+def parse(recipe: Path, out: Path, extra: dict) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-c", PARSE, recipe, out, json.dumps(extra)],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        text=True,
+        capture_output=True,
+        timeout=300,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_llamafactory_accepts_the_recipe(recipe: Path, tmp_path: Path) -> None:
+    done = parse(recipe, tmp_path / "out", {})
+    assert done.returncode == 0, done.stderr[-2000:]
+    stage = yaml.safe_load(recipe.read_text())["stage"]
+    assert f"parsed True {stage} ['all']" in done.stdout
+
+
+def test_a_misspelt_setting_is_refused(tmp_path: Path) -> None:
+    done = parse(RECIPES[0], tmp_path / "out", {"kt_config": {"formt": "int8"}})
+    assert done.returncode != 0
+    assert "formt" in done.stderr
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_the_recipe_has_its_data(recipe: Path) -> None:
+    settings = yaml.safe_load(recipe.read_text())
+    listed = json.loads((ROOT / settings["dataset_dir"] / "dataset_info.json").read_text())
+    for name in settings["dataset"].split(","):
+        entry = listed[name]
+        records = json.loads((ROOT / settings["dataset_dir"] / entry["file_name"]).read_text())
+        wanted = {"instruction", "chosen", "rejected"}
+        if settings["stage"] == "sft":
+            wanted = {"instruction", "output"}
+        else:
+            assert entry["ranking"] is True
+        assert records
+        for record in records:
+            assert wanted <= record.keys()
+            assert all(record[key] for key in wanted)
+
+
+def test_held_out_questions_are_not_trained() -> None:
+    def key(text: str) -> str:
+        return re.sub(r"\W+", " ", text).strip().lower()
+
+    trained = {key(r["instruction"]) for r in json.loads((DATA / "identity.json").read_text())}
+    sys.path.insert(0, str(ROOT / "examples"))
+    try:
+        import demo
+    finally:
+        sys.path.pop(0)
+    held = demo.load_held()
+    questions = held.paraphrases + [question for question, _ in held.general]
+    assert len(held.paraphrases) >= 10
+    assert len(held.general) >= 5
+    assert not {key(question) for question in questions} & trained
+
+
+def test_every_file_that_readme_and_makefile_name_exists() -> None:
+    text = (ROOT / "README.md").read_text() + (ROOT / "Makefile").read_text()
+    named = set(re.findall(r"\b(?:examples|accelerate_configs|src|scripts)/[\w./-]+\w", text))
+    assert len(named) >= 6
+    assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
+
+
+@pytest.mark.parametrize("name", ["cpu", "fsdp2"])
+def test_launch_configuration_loads(name: str) -> None:
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    config = load_config_from_file(str(ROOT / "accelerate_configs" / f"{name}.yaml"))
+    assert config.mixed_precision == "bf16"
+    assert config.use_cpu is (name == "cpu")
+    if name == "fsdp2":
+        assert config.fsdp_config["fsdp_version"] == 2
+
+
+def test_what_we_ask_for_is_pinned_in_the_tested_set() -> None:
+    def normal(name: str) -> str:
+        return re.sub(r"[-_.]+", "-", name).lower()
+
+    pinned = {
+        normal(line.split("==")[0])
+        for line in (ROOT / "constraints.txt").read_text().splitlines()
+        if line and not line.startswith("#")
+    }
+    text = (ROOT / "pyproject.toml").read_text()
+    lists = re.findall(r"^(?:requires|dependencies|sft|serve|dev) = \[(.*?)\]", text, re.M | re.S)
+    asked = {
+        normal(re.match(r"[\w.-]+", entry)[0])
+        for block in lists
+        for entry in re.findall(r'"([^"]+)"', block)
+    }
+    assert len(asked) > 10
+    assert asked - pinned == set()
