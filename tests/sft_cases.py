@@ -84,7 +84,7 @@ def logits(model, ids: torch.Tensor) -> torch.Tensor:
 
 
 def stock(script: str, *args: object) -> str:
-    """Runs Python code in a process in which our hooks do not exist; returns its standard output."""
+    """Runs Python code in a process without our hooks; returns its standard output."""
     env = os.environ | {
         "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
         "OMP_NUM_THREADS": "1",

@@ -230,9 +230,8 @@ def test_initial_factors(reference, tmp_path):
         ("gaussian", True, 1 / 4),
         (False, False, None),
     ):
-        tuned = cases.adapted(cases.load(path), b=0.0, init_lora_weights=init) if b_zero else get_peft_model(
-            cases.load(path), LoraConfig(r=4, target_modules=["experts"], init_lora_weights=init)
-        )  # fmt: skip
+        config = LoraConfig(r=4, target_modules=["experts"], init_lora_weights=init)
+        tuned = get_peft_model(cases.load(path), config)
         layer = _layers(tuned)[0]
         a, b = layer.lora_A["default"].gate_proj, layer.lora_B["default"].gate_proj
         assert a.shape == (8, 4, 64) and b.shape == (8, 40, 4) and a.dtype == torch.float32
