@@ -8,6 +8,7 @@ import shutil
 import struct
 import subprocess
 import sys
+import threading
 import zlib
 from pathlib import Path
 
@@ -245,6 +246,21 @@ def test_processes_that_start_together_make_one_file(tmp_path):
     assert [p.returncode for p in processes] == [0, 0]
     assert sorted(int(filled) for filled, _ in rows) == [0, 2]
     assert len({total for _, total in rows}) == 1
+
+
+def test_a_second_creator_waits(tmp_path):
+    path, entered = tmp_path / "a.kt", threading.Event()
+
+    def create():
+        with store.creation_lock(path):
+            entered.set()
+
+    second = threading.Thread(target=create)
+    with store.creation_lock(path):
+        second.start()
+        assert not entered.wait(0.3)
+    second.join(10)
+    assert entered.is_set()
 
 
 def test_writer_refuses_wrong_sizes_and_missing_layers(tmp_path):
