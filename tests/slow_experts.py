@@ -17,7 +17,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 
 from kt_core import experts as _experts
 from kt_core.experts import Grads, Lora
