@@ -395,7 +395,7 @@ def test_merge_uses_every_delta_or_writes_nothing(reference, tmp_path):
 
 
 def test_merge_into_fused_checkpoints(reference, tmp_path):
-    """Checkpoints that store gate_up_proj [E, 2I, H] and down_proj [E, H, I] as they are in memory."""
+    """Checkpoints that store gate_up_proj [E, 2I, H] and down_proj [E, H, I]."""
     path, data = cases.checkpoint(tmp_path, **SIZES), _data(("up", "down"))
     stock = _stock(path)
     fused = tmp_path / "fused"

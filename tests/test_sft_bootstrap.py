@@ -84,7 +84,7 @@ def test_modules_imported_before_torch_are_adapted_at_once(tmp_path):
 
 
 def test_a_half_initialised_module_is_adapted_when_it_is_finished(tmp_path):
-    """torch is imported for the first time from inside the module; its importer binds our version."""
+    """torch is first imported from inside the module; its importer binds our version."""
     root = _fake(tmp_path, "import torch\nmarker = 'stock'\nfinished = True\n")
     script = (
         SPY + "import llamafactory.hparams as h; print(h.marker, h.parser.__spec__._initializing)"
