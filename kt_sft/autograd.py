@@ -7,8 +7,9 @@ objects are named by an integer handle; the registry holds weak references only.
 survives a call, so forwards and backwards may come in any order.
 
 Shapes: x [T, H]; top_k_index, top_k_weights [T, K]; lora A tensors [E, r, in] then B tensors [E,
-out, r] in the order of `projections`; scaling has one value per projection, used or not (torch takes an empty list for a
-list of tensors); out [T, H]; saved [T*K, 2, I], or [0] when nothing is saved.
+out, r] in the order of `projections`; scaling has one value per projection, used or not (torch
+takes an empty list for a list of tensors); out [T, H]; saved [T*K, 2, I], or [0] when nothing is
+saved.
 """
 
 from __future__ import annotations
