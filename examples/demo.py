@@ -11,6 +11,7 @@
 import argparse
 import json
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -206,6 +207,8 @@ def main() -> None:
     parser.add_argument("--format", default="int8", help="of the expert weights (default: int8)")
     parser.add_argument("overrides", nargs="*", help="LLaMA-Factory settings, as key=value")
     options = parser.parse_args()
+    # So that a terminated demo stops the training it started, as an interrupted one does.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     held = load_held()
     build_model(options.model)
     overrides = [f"kt_config.format={options.format}", *options.overrides]
