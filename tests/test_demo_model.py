@@ -170,7 +170,7 @@ def test_the_missing_source_is_named_with_its_fix(monkeypatch) -> None:
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("demo") / "model"
-    maker.make(out, maker.CALIBRATION, 0, force=False)
+    maker.make(out, maker.CALIBRATION, maker.SEED, force=False)
     return out
 
 
