@@ -191,8 +191,9 @@ def compare(folder: Path, adapter: Path, weights: str, held: Held) -> None:
 
 
 def explain_chat(folder: Path, adapter: Path) -> None:
-    serve = f".venv/bin/python -m kt_core.serve --model {folder} --adapter {adapter}"
-    body = '{"messages": [{"role": "user", "content": "Who are you?"}]}'
+    name = NAME.lower()  # clients choose the adapter as their model
+    body = json.dumps({"model": name, "messages": [{"role": "user", "content": "Who are you?"}]})
+    serve = f".venv/bin/python -m kt_core.serve --model {folder} --adapter {name}={adapter}"
     say("\nTo chat with it, start the server and ask it from another terminal:")
     say(f"  {serve}")
     say("  curl -s localhost:8000/v1/chat/completions -H 'content-type: application/json' \\")
