@@ -60,12 +60,12 @@ def build_model(folder: Path) -> None:
         raise DemoError(f"{script.name} failed with exit code {done.returncode}, see above.")
 
 
-def last_log(path: Path) -> dict[str, Any] | None:
-    """The last complete line of trainer_log.jsonl, once there is one."""
+def step_logs(path: Path) -> list[dict[str, Any]]:
+    """The steps that trainer_log.jsonl has so far; its last line, a summary, has no loss."""
     if not path.is_file():
-        return None
+        return []
     lines = path.read_text().split("\n")[:-1]  # what follows the last newline is incomplete
-    return json.loads(lines[-1]) if lines else None
+    return [log for log in map(json.loads, lines) if "loss" in log]
 
 
 class Progress:
@@ -77,7 +77,7 @@ class Progress:
 
     def show(self, log: dict[str, Any]) -> None:
         step, total = log["current_steps"], log["total_steps"]
-        if step <= self.shown or "loss" not in log:
+        if step <= self.shown:
             return
         done = BAR * step // total
         bar = "#" * done + "." * (BAR - done)
@@ -105,9 +105,9 @@ def train(recipe: Path, model: Path, adapter: Path, extra: list[str]) -> None:
         try:
             while True:
                 finished = process.poll() is not None
-                log = last_log(adapter / "trainer_log.jsonl")
-                if log is not None:
-                    progress.show(log)
+                logs = step_logs(adapter / "trainer_log.jsonl")
+                if logs:
+                    progress.show(logs[-1])
                 if finished:
                     break
                 time.sleep(0.5)
@@ -126,8 +126,7 @@ def train(recipe: Path, model: Path, adapter: Path, extra: list[str]) -> None:
 def report(adapter: Path) -> None:
     """Prints what the training process measured (kt_stats.json) and logged (trainer_log.jsonl)."""
     stats = json.loads((adapter / "kt_stats.json").read_text())
-    lines = (adapter / "trainer_log.jsonl").read_text().splitlines()
-    losses = [log["loss"] for log in map(json.loads, lines) if "loss" in log]
+    losses = [log["loss"] for log in step_logs(adapter / "trainer_log.jsonl")]
     say(
         f"  {stats['tokens']} tokens in {stats['train_seconds']:.0f} s "
         f"({stats['tokens_per_s']:.0f} tokens/s), "
@@ -163,10 +162,12 @@ def compare(folder: Path, adapter: Path, weights: str, held: Held) -> None:
     # Here and not at the top: the training process should have the memory to itself.
     from peft import PeftModel
     from transformers import AutoTokenizer
+    from transformers.utils.logging import disable_progress_bar
 
     from kt_core.hf import load_model
     from kt_sft import plugin
 
+    disable_progress_bar()
     plugin.install()
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
     model = PeftModel.from_pretrained(load_model(folder, format=weights), str(adapter)).eval()
