@@ -1,0 +1,119 @@
+"""The contestants: each builds one layer from seeded weights and times calls on a batch.
+
+A contestant is a class with `name`, `prepare(shape, weights)`, and `forward(batch)`, `step(batch)`
+(forward + backward) or both. `weights(shape, e)` gives bf16 gate, up [I, H] and down [H, I].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from workloads import Batch, Shape
+
+Weights = Callable[[Shape, int], tuple[Tensor, Tensor, Tensor]]
+
+
+def seeded_weights(shape: Shape, expert: int) -> tuple[Tensor, Tensor, Tensor]:
+    """bf16 weights with 1 / sqrt(in) deviation, the same for every contestant."""
+    g = torch.Generator().manual_seed(1000 + expert)
+    h, i = shape.hidden, shape.intermediate
+
+    def draw(rows: int, cols: int) -> Tensor:
+        return (torch.randn(rows, cols, generator=g) * cols**-0.5).bfloat16()
+
+    return draw(i, h), draw(i, h), draw(h, i)
+
+
+def lora_factors(shape: Shape, rank: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Expert LoRA, fp32: a[p] [E, r, in], b[p] [E, out, r]."""
+    g = torch.Generator().manual_seed(5)
+    h, i = shape.hidden, shape.intermediate
+    a, b = {}, {}
+    for p, (out, inner) in {"gate": (i, h), "up": (i, h), "down": (h, i)}.items():
+        a[p] = torch.randn(shape.experts, rank, inner, generator=g) * inner**-0.5
+        b[p] = torch.randn(shape.experts, out, rank, generator=g) * 0.02
+    return a, b
+
+
+class Ours:
+    """kt_core.experts.Experts in one weight format, one tier."""
+
+    name = "ours"
+
+    def __init__(self, format: str, rank: int = 0) -> None:
+        self.format, self.rank = format, rank
+        self.lora: Any = None
+
+    def prepare(self, shape: Shape, weights: Weights) -> None:
+        from kt_core.experts import Experts, Lora
+
+        self.layer = Experts(shape.experts, shape.hidden, shape.intermediate, format=self.format)
+        for e in range(shape.experts):
+            for projection, w in zip(("gate", "up", "down"), weights(shape, e), strict=True):
+                self.layer.put(e, projection, w)
+        if self.rank:
+            a, b = lora_factors(shape, self.rank)
+            self.lora = Lora(a, b, 1.0)
+
+    def forward(self, b: Batch) -> Tensor:
+        out, _ = self.layer.forward(b.x, b.index, b.weights)
+        return out
+
+    def step(self, b: Batch) -> None:
+        _, saved = self.layer.forward(b.x, b.index, b.weights, self.lora, save=True)
+        self.layer.backward(b.dy, b.x, b.index, b.weights, self.lora, saved)
+
+
+class Transformers:
+    """transformers' own Qwen3-MoE experts, bf16, eager or grouped_mm; LoRA through PEFT's
+    target_parameters when rank > 0."""
+
+    def __init__(self, implementation: str, rank: int = 0) -> None:
+        self.implementation, self.rank = implementation, rank
+        self.name = f"transformers_{implementation}" if not rank else f"peft_{implementation}"
+
+    def prepare(self, shape: Shape, weights: Weights) -> None:
+        from transformers import Qwen3MoeConfig
+        from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+        config = Qwen3MoeConfig(
+            hidden_size=shape.hidden,
+            moe_intermediate_size=shape.intermediate,
+            num_experts=shape.experts,
+            num_experts_per_tok=shape.top_k,
+        )
+        config._experts_implementation = self.implementation
+        holder = nn.Module()
+        with torch.device("meta"):
+            holder.experts = Qwen3MoeExperts(config)
+        holder = holder.to_empty(device="cpu").bfloat16()
+        with torch.no_grad():
+            for e in range(shape.experts):
+                gate, up, down = weights(shape, e)
+                holder.experts.gate_up_proj[e].copy_(torch.cat([gate, up]))
+                holder.experts.down_proj[e].copy_(down)
+        holder.requires_grad_(False)
+        self.module: Any = holder.experts
+        if self.rank:
+            from peft import LoraConfig, inject_adapter_in_model
+
+            config_lora = LoraConfig(
+                r=self.rank,
+                lora_alpha=self.rank,
+                target_modules=[],
+                target_parameters=["experts.gate_up_proj", "experts.down_proj"],
+            )
+            inject_adapter_in_model(config_lora, holder)
+            self.module = holder.experts
+
+    def forward(self, b: Batch) -> Tensor:
+        with torch.no_grad():
+            return self.module(b.x, b.index, b.weights.bfloat16())
+
+    def step(self, b: Batch) -> None:
+        x = b.x.clone().requires_grad_()
+        self.module(x, b.index, b.weights.bfloat16()).backward(b.dy)
+        self.module.zero_grad()

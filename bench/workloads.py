@@ -1,0 +1,75 @@
+"""The fixed workloads of the benchmark: shapes, batches, and what they cost at least."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One MoE layer: E experts, top-k, hidden H, intermediate I."""
+
+    name: str
+    experts: int
+    top_k: int
+    hidden: int
+    intermediate: int
+
+
+SHAPES = {
+    "S": Shape("S", 32, 4, 1024, 512),
+    "Q": Shape("Q", 128, 8, 2048, 768),
+    "D": Shape("D", 16, 8, 7168, 2048),
+}
+BITS = {"bf16": 16.0, "int8": 8.125, "int4": 4.5}
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Inputs of one call: x [T, H] bf16, index [T, K] int64, weights [T, K] fp32, dy [T, H]."""
+
+    x: Tensor
+    index: Tensor
+    weights: Tensor
+    dy: Tensor
+
+    @property
+    def experts_hit(self) -> int:
+        return int(self.index.unique().numel())
+
+
+def batch(shape: Shape, tokens: int, seed: int, zipf: float = 0.0) -> Batch:
+    """Random inputs; expert e is drawn with probability ~ 1 / (e + 1)**zipf (0: uniform), distinct
+    per token."""
+    g = torch.Generator().manual_seed(seed)
+    p = (torch.arange(shape.experts) + 1.0) ** -zipf
+    p = p[torch.randperm(shape.experts, generator=g)]
+    index = torch.multinomial(p.expand(tokens, -1), shape.top_k, generator=g)
+    weights = torch.rand(tokens, shape.top_k, generator=g)
+    weights = weights / weights.sum(-1, keepdim=True)
+    x = torch.randn(tokens, shape.hidden, generator=g).bfloat16()
+    dy = torch.randn(tokens, shape.hidden, generator=g).bfloat16()
+    return Batch(x, index, weights, dy)
+
+
+def forward_flops(s: Shape, tokens: int) -> float:
+    """Multiply-adds count two: three matrices per assignment."""
+    return 6.0 * tokens * s.top_k * s.hidden * s.intermediate
+
+
+def step_flops(s: Shape, tokens: int) -> float:
+    """Forward and backward with frozen experts and saved gate and up: 12 k H I per token."""
+    return 2 * forward_flops(s, tokens)
+
+
+def lora_flops(s: Shape, tokens: int, rank: int) -> float:
+    """18 k r (H + I) per token: three projections, forward and backward with both gradients."""
+    return 18.0 * tokens * s.top_k * rank * (s.hidden + s.intermediate)
+
+
+def weight_bytes(s: Shape, format: str, hit: int) -> float:
+    """Bytes of the experts a batch touches."""
+    return hit * 3.0 * s.hidden * s.intermediate * BITS[format] / 8
