@@ -7,7 +7,7 @@ BIN := .venv/bin
 TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all lint wheel clean
+.PHONY: help setup demo test test-all lint bench bench-peers wheel clean
 
 help:  ## list these targets
 	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|' 2>/dev/null \
@@ -30,6 +30,13 @@ lint: setup  ## ruff, mypy and clang-format, changing nothing
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	@find csrc -name '*.h' -o -name '*.cpp' | xargs $(BIN)/clang-format --dry-run --Werror
+
+bench: setup  ## time the expert kernels against the machine's roofs and transformers
+	$(BIN)/python bench/run.py
+
+bench-peers: setup  ## the same with kt-kernel beside them, in a virtual environment of its own (1.2 GB)
+	$(BIN)/python bench/peers_setup.py
+	$(BIN)/python bench/run.py --peers
 
 wheel: setup  ## build a wheel into dist/
 	$(BIN)/python -m pip wheel --no-deps --no-build-isolation --wheel-dir dist .
