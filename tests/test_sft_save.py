@@ -16,6 +16,7 @@ import torch
 from peft import PeftModel
 from safetensors import safe_open
 
+from kt_core import adapter, hf
 from kt_core.adapter_format import CONFIG_FILE, WEIGHTS_FILE, read_adapter
 from kt_sft import peft_io
 
@@ -297,7 +298,10 @@ CHANGES = {
         "has lora_B but not the other factor|has lora_A but not the other factor",
     ),
     "another kind": (_move("lora_A.weight", "lora_C.weight"), "tensor that is not supported"),
-    "a layer less": (_drop("layers.1.self_attn.k_proj"), "k_proj.lora_A.weight is missing"),
+    "a layer less": (
+        _drop("layers.1.self_attn.k_proj"),
+        r"targets k_proj but has no tensors for model\.layers\.1\.self_attn\.k_proj \(1 of 2",
+    ),
     "a cut factor": (_cut("q_proj.lora_A"), "the config says rank 4"),
     "not a number": (_poison, "holds NaN or Inf"),
 }
@@ -311,6 +315,20 @@ def test_every_tensor_is_used_or_loading_fails(name, reference, tmp_path):
     fresh = cases.adapted(cases.load(path))
     with pytest.raises(ValueError, match=message):
         fresh.load_adapter(directory, "default")
+
+
+def test_a_fresh_load_and_the_server_refuse_an_adapter_without_a_layer(reference, tmp_path):
+    """F2: nothing in the model asks for the lost tensors, only the adapter's own targets do."""
+    for lost, message in (
+        ("layers.1.self_attn.k_proj", "no tensors for model.layers.1.self_attn.k_proj"),
+        ("layers.1.mlp.experts", "model.layers.1.mlp.experts"),
+    ):
+        path, _, directory = _saved(tmp_path / lost)
+        _rewrite(directory, _drop(lost))
+        with pytest.raises(ValueError, match=message):
+            PeftModel.from_pretrained(cases.load(path), directory)
+        with pytest.raises(ValueError, match=message):
+            adapter.load_adapter(hf.load_model(path), directory, "a")
 
 
 def test_an_adapter_of_another_model(reference, tmp_path):
