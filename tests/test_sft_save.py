@@ -176,11 +176,12 @@ def test_adapters_that_stock_peft_wrote(reference, tmp_path):
         path = cases.checkpoint(tmp_path, family)
         written.append((str(path), str(tmp_path / f"{family}-adapter"), targets))
     cases.stock(STOCK_WRITES, json.dumps(written))
-    for path, adapter, _ in written:
-        assert any(k.endswith("experts.lora_A.weight") for k in _tensors(Path(adapter)))
-        tuned = PeftModel.from_pretrained(cases.load(Path(path)), adapter)
+    for path, directory, _ in written:
+        assert any(k.endswith("experts.lora_A.weight") for k in _tensors(Path(directory)))
+        model = cases.load(Path(path))  # installs the hooks, so before from_pretrained is named
+        tuned = PeftModel.from_pretrained(model, directory)
         got = cases.logits(tuned, cases.token_ids())
-        assert torch.allclose(got, torch.load(adapter + "/stock.pt"), atol=2e-5)
+        assert torch.allclose(got, torch.load(directory + "/stock.pt"), atol=2e-5)
 
 
 def test_several_adapters_save_each_to_its_directory(reference, tmp_path):
