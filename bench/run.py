@@ -151,8 +151,9 @@ class Bench:
         self.rows.append(row)
         print(
             f"{workload} {shape.name} T={tokens:<5} {routing:<8} {impl.name:<24} {format:<5} "
-            f"r={rank:<3} {row['ms']:>9.3f} ms  best {row['best_ms']:>9.3f}  {row['gflops']:>7.1f} GFLOP/s"
-            f" {row['gbps']:>6.1f} GB/s  {row['roof_pct']:>5.1f} % of roof",
+            f"r={rank:<3} {row['ms']:>9.3f} ms  best {row['best_ms']:>9.3f}"
+            f"  {row['gflops']:>7.1f} GFLOP/s {row['gbps']:>6.1f} GB/s"
+            f"  {row['roof_pct']:>5.1f} % of roof",
             flush=True,
         )
 

@@ -21,15 +21,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 BIN = Path(sys.executable).parent
-HELD = ROOT / "examples" / "data" / "identity_heldout.json"
-NAME = "Ember"  # what the training set teaches the model to call itself
-GENERAL = (  # the base model answers these right, and so must the tuned one
-    ("What is the capital of France?", "Paris"),
-    ("What is the capital of Norway?", "Oslo"),
-    ("What is the chemical formula of water?", "H2O"),
-    ("What is the capital of England?", "London"),
-    ("What is the tallest mountain in the world?", "Everest"),
-)
+HELD = ROOT / "examples" / "data" / "heldout.json"
 BAR = 30  # characters
 ANSWER_TOKENS = 32
 
@@ -40,10 +32,11 @@ class DemoError(RuntimeError):
 
 @dataclass(frozen=True)
 class Held:
-    """Questions that are not in the training set."""
+    """Questions that are not in the training set (examples/data/heldout.json)."""
 
-    paraphrases: list[str]  # a right reply contains NAME
-    general: list[tuple[str, str]]  # and a word that a right reply contains
+    name: str  # what the training set teaches the model to call itself
+    paraphrases: list[str]  # a right reply contains the name
+    general: list[dict[str, str]]  # question, answer: a word that a right reply contains
 
 
 def say(text: str = "", end: str = "\n") -> None:
@@ -137,10 +130,7 @@ def report(adapter: Path) -> None:
 
 
 def load_held() -> Held:
-    """Questions about the trained name come from the held-out records, the rest from GENERAL."""
-    records = json.loads(HELD.read_text(encoding="utf-8"))
-    named = [record["instruction"] for record in records if NAME in record["output"]]
-    return Held(named, list(GENERAL))
+    return Held(**json.loads(HELD.read_text(encoding="utf-8")))
 
 
 def ask(model: Any, tokenizer: Any, questions: list[str]) -> list[str]:
@@ -171,7 +161,7 @@ def compare(folder: Path, adapter: Path, weights: str, held: Held) -> None:
     plugin.install()
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
     model = PeftModel.from_pretrained(load_model(folder, format=weights), str(adapter)).eval()
-    questions = held.paraphrases + [question for question, _ in held.general]
+    questions = held.paraphrases + [item["question"] for item in held.general]
     tuned = ask(model, tokenizer, questions)
     with model.disable_adapter():
         base = ask(model, tokenizer, questions)
@@ -181,18 +171,17 @@ def compare(folder: Path, adapter: Path, weights: str, held: Held) -> None:
     say()
 
     split = len(held.paraphrases)
-    named = [sum(NAME in text for text in texts[:split]) for texts in (base, tuned)]
-    say(f"The trained name, {NAME}, in {split} answers: base {named[0]}, tuned {named[1]}.")
+    named = [sum(held.name in text for text in texts[:split]) for texts in (base, tuned)]
+    say(f"The trained name, {held.name}, in {split} answers: base {named[0]}, tuned {named[1]}.")
     right = [
-        sum(word in text for (_, word), text in zip(held.general, texts[split:], strict=True))
+        sum(item["answer"] in text for item, text in zip(held.general, texts[split:], strict=True))
         for texts in (base, tuned)
     ]
     say(f"Right answers to {len(held.general)} general questions: base {right[0]}, ", end="")
     say(f"tuned {right[1]}.")
 
 
-def explain_chat(folder: Path, adapter: Path) -> None:
-    name = NAME.lower()  # clients choose the adapter as their model
+def explain_chat(folder: Path, adapter: Path, name: str) -> None:
     body = json.dumps({"model": name, "messages": [{"role": "user", "content": "Who are you?"}]})
     serve = f".venv/bin/python -m kt_core.serve --model {folder} --adapter {name}={adapter}"
     say("\nTo chat with it, start the server and ask it from another terminal:")
@@ -217,7 +206,7 @@ def main() -> None:
     train(options.recipe, options.model, options.adapter, overrides)
     report(options.adapter)
     compare(options.model, options.adapter, options.format, held)
-    explain_chat(options.model, options.adapter)
+    explain_chat(options.model, options.adapter, held.name.lower())
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Loads transformers models with their routed experts in packed CPU memory.
- One function of transformers is wrapped, `PreTrainedModel._load_pretrained_model`: there the model
+
+One function of transformers is wrapped, `PreTrainedModel._load_pretrained_model`: there the model
 is still on the meta device and the checkpoint files are at hand. Inside `experts_on_cpu` the
 wrapper packs the experts, puts a parameter-free `KTExpertsLinear` in the place of every experts
 module, and lets transformers load the rest; it then never reads an expert tensor. Outside, it

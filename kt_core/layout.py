@@ -1,5 +1,6 @@
 """Recognises the routed experts of a transformers model by contract, not by model name.
- The contract, that of transformers' `use_experts_implementation`: own parameters are exactly
+
+The contract, that of transformers' `use_experts_implementation`: own parameters are exactly
 gate_up_proj [E, 2I, H] (gate rows first) and down_proj [E, H, I]; no bias, not transposed, gated as
 act_fn(gate) * up. Whatever looks like experts and breaks it is refused by class name: a bias or an
 interleaved gate that is ignored gives noise, not an error.

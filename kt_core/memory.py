@@ -1,5 +1,6 @@
 """What a load will need and what the machine allows, compared before a single weight is read.
- Limits are read from the places the kernel enforces them: MemAvailable, every memory cgroup (v1 or
+
+Limits are read from the places the kernel enforces them: MemAvailable, every memory cgroup (v1 or
 v2) from the process's own up to the root, and RLIMIT_AS. All paths can be injected, so tests bring
 their own /proc and /sys.
 """

@@ -1,5 +1,6 @@
 """From a checkpoint to packed experts, in anonymous memory or mapped from the packed file.
- The memory plan first, then headers, then weights: a refusal leaves nothing half-made. At any
+
+The memory plan first, then headers, then weights: a refusal leaves nothing half-made. At any
 moment one part (one projection of one expert) is held unpacked and, where a packed file is written,
 one packed layer.
 """

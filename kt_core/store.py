@@ -7,7 +7,8 @@ process of a host.
     16  u32 LE    CRC-32 of the JSON header
     20            JSON header: model, source fingerprint, format, group, layers
     ...           layers, each at a multiple of 4096 bytes, as `Experts.packed()` gave them
- The layers are independent of the machine's instruction set, so a file may be copied between
+
+The layers are independent of the machine's instruction set, so a file may be copied between
 machines. It is written under a temporary name and renamed when complete, so a file that exists is
 whole; it is nevertheless checked (size, and CRC-32 of every layer, which also brings the pages into
 memory) each time it is opened. `VERSION` changes whenever the packed layout does.

@@ -81,7 +81,7 @@ def test_held_out_questions_are_not_trained() -> None:
     finally:
         sys.path.pop(0)
     held = demo.load_held()
-    questions = held.paraphrases + [question for question, _ in held.general]
+    questions = held.paraphrases + [item["question"] for item in held.general]
     assert len(held.paraphrases) >= 10
     assert len(held.general) >= 5
     assert not {key(question) for question in questions} & trained

@@ -106,7 +106,7 @@ def test_core_imports_neither_training_nor_peft():
 
 
 def test_only_three_environment_variables_are_read():
-    """Of our own: KT_ISA, KT_THREADS, KT_LOG. accelerate's launcher announces FSDP in a variable."""
+    """Of our own: KT_ISA, KT_THREADS, KT_LOG. accelerate's launcher announces FSDP in one."""
     allowed = {"KT_ISA", "KT_THREADS", "KT_LOG", "ACCELERATE_USE_FSDP"}
     for package in ("kt_core", "kt_sft"):
         for path in (ROOT / package).rglob("*.py"):
