@@ -1,8 +1,9 @@
 // The int8 domain of the driver: quantized rows times weight codes, exact 32-bit sums per group.
 //
-// Rows are quantized per group of up to 128 values (never more than the weights' group): scale =
-// max / 127, codes rounded to nearest. Weight bytes are unsigned, code + bias; the sums start at
-// -bias * (sum of the row's codes in the group), so nothing extra is stored with the weights.
+// Rows are quantized per group (Quantized::group, it divides the weights' group or a channel):
+// scale = max / 127, codes rounded to nearest. Weight bytes are unsigned, code + bias; the sums
+// start at -bias * (sum of the row's codes in the group), so nothing extra is stored with the
+// weights.
 //   C = fma(weight scale, row scale * float(sum), C), groups ascending
 // few() and tile() are again two loop orders of one arithmetic.
 #pragma once
@@ -27,14 +28,13 @@ struct Driver8 {
   struct Groups {
     int64_t count, quads, per_scale;  // groups of a row; quads per group; groups per weight scale
   };
-  static Groups groups_of(const Shape& s) {
-    int64_t g = activation_group(s);
-    return {(s.kp + g - 1) / g, g / 4, (group_size(s) + g - 1) / g};
+  static Groups groups_of(const Shape& s, int64_t group) {
+    return {(s.kp + group - 1) / group, group / 4, (group_size(s) + group - 1) / group};
   }
 
-  static void quantize(const bf16* src, int64_t ld, int64_t m, const Shape& s, void* codes,
-                       float* scale, int32_t* start) {
-    const int64_t group = activation_group(s), count = (s.kp + group - 1) / group;
+  static void quantize(const bf16* src, int64_t ld, int64_t m, const Shape& s, int64_t group,
+                       void* codes, float* scale, int32_t* start) {
+    const int64_t count = (s.kp + group - 1) / group;
     auto* q = (Quad*)codes;
     for (int64_t i = 0; i < m; ++i, src += ld, q += s.kp / 4)
       for (int64_t g = 0; g < count; ++g) {
@@ -43,7 +43,8 @@ struct Driver8 {
         int8_t code[128];
         for (int64_t k = 0; k < k1 - k0; ++k) v[k] = k < have ? widen(src[k0 + k]) : 0.f;
         float top = 0;
-        for (int64_t k = 0; k < k1 - k0; ++k) top = __builtin_fabsf(v[k]) > top ? __builtin_fabsf(v[k]) : top;
+        for (int64_t k = 0; k < k1 - k0; ++k)
+          top = __builtin_fabsf(v[k]) > top ? __builtin_fabsf(v[k]) : top;
         // a row with a NaN or Inf must not come out finite
         float bad = 0;
         for (int64_t k = 0; k < k1 - k0; ++k) bad += v[k] - v[k];
@@ -152,7 +153,7 @@ struct Driver8 {
     for (int q = 0; q < P; ++q) data[q] = D::lines(*w[q], p[q]), scale[q] = D::scales(*w[q], p[q]);
     const Shape& s = w[0]->shape;
     const int64_t quads = s.kp / 4;
-    const Groups n = groups_of(s);
+    const Groups n = groups_of(s, a.group);
     if (a.m <= I::few) return few_rows<P, I::few>(a, data, scale, quads, n, c);
     auto* b = (Bytes<P>*)scratch;
     for (int q = 0; q < P; ++q)

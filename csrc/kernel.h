@@ -18,8 +18,8 @@ struct Rows {
 struct Quantized {
   const void* codes;
   const float* scale;
-  const int32_t* start;  // -bias * sum of the codes of the group
-  int64_t ld, groups, m;
+  const int32_t* start;          // -bias * sum of the codes of the group
+  int64_t ld, group, groups, m;  // group: values per scale
 };
 
 struct DropKey {
@@ -59,10 +59,11 @@ struct Kernel {
   void (*tn)(const Rows& at, const bf16* v, int64_t ldv, const int32_t* rows, int64_t m,
              int64_t col, int64_t cols, bool add, float* c, void* scratch);
 
-  // -- int8 domain (null without one) ---------------------------------------------------------------
-  // Quantizes m rows for weights of shape s: codes [m][kp / 4] quads, scale and start [m][groups].
-  void (*quantize)(const bf16* src, int64_t ld, int64_t m, const Shape& s, void* codes,
-                   float* scale, int32_t* start);
+  // -- int8 domain (null without one)
+  // --------------------------------------------------------------- Quantizes m rows for weights of
+  // shape s: codes [m][kp / 4] quads, scale and start [m][groups].
+  void (*quantize)(const bf16* src, int64_t ld, int64_t m, const Shape& s, int64_t group,
+                   void* codes, float* scale, int32_t* start);
   // As nt, without `add`.
   void (*nt8)(const Quantized& a, const Packed* const* w, const int64_t* p, int count, float* c,
               void* scratch);

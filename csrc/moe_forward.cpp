@@ -9,8 +9,8 @@ namespace {
 // codes: h quantized (int8 domain), else empty.
 // acc [tokens][cols] = sum over experts, ascending, of w * down(h): this task's columns of the
 // output.
-void down_columns(const Plan& p, int w, const bf16* h, const Quantized& codes, const bf16* t, int64_t u0, int64_t u1,
-                  float* acc) {
+void down_columns(const Plan& p, int w, const bf16* h, const Quantized& codes, const bf16* t,
+                  int64_t u0, int64_t u1, float* acc) {
   const int64_t ld = (u1 - u0) * kCols, count = panels(p.l.hidden);
   std::fill(acc, acc + p.batch.tokens * ld, 0.f);
   for (int64_t e = 0; e < p.route.active(); ++e) {
@@ -20,7 +20,8 @@ void down_columns(const Plan& p, int w, const bf16* h, const Quantized& codes, c
       const BaseRows a =
           codes.codes
               ? BaseRows{true, {}, p.quantized_rows(w, codes, nullptr, i, m)}
-              : BaseRows{false, p.rows_of(w, kRows, h + i * p.ip, p.ip, nullptr, m, p.ip, p.ip), {}};
+              : BaseRows{
+                    false, p.rows_of(w, kRows, h + i * p.ip, p.ip, nullptr, m, p.ip, p.ip), {}};
       for (int64_t u = u0; u < u1; ++u) {
         const int64_t at[2] = {2 * u, 2 * u + 1};
         const int n = 2 * u + 1 < count ? 2 : 1;

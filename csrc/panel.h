@@ -37,8 +37,6 @@ KT_OP Shape transient_shape(int64_t n, int64_t k) { return {n, k, round_up(k, 8)
 
 KT_OP int64_t panels(int64_t n) { return (n + kPanel - 1) / kPanel; }
 KT_OP int64_t group_size(const Shape& s) { return s.group ? s.group : s.kp; }
-// Values per scale of a row in the int8 domain: not above 128, whatever the weights' group.
-KT_OP int64_t activation_group(const Shape& s) { return min64(group_size(s), 128); }
 KT_OP int64_t groups(const Shape& s) { return (s.kp + group_size(s) - 1) / group_size(s); }
 KT_OP int64_t scale_bytes(const Shape& s, bool scaled) {
   return scaled ? round_up(groups(s) * kPanel * 2, kAlign) : 0;
