@@ -27,7 +27,7 @@ from functools import lru_cache, partial
 from typing import Any
 
 import kt_kernel
-import reference
+import layer_reference
 import torch
 from impls import lora_factors, seeded_weights
 from torch import Tensor
@@ -241,7 +241,7 @@ def errors_of(
     `dx` and `lora` (the worst factor gradient) against the bf16 weights given."""
     b = batch(layer.shape, tokens, seed=77)
     bound = layer.bind(b)
-    lora: reference.Factors | None = None
+    lora: layer_reference.Factors | None = None
     factors: dict[str, Tensor] = {}
     if layer.rank:
         factors = {name: f.float().requires_grad_() for name, f in layer.lora.items()}
@@ -256,7 +256,7 @@ def errors_of(
         return held(gate, format), held(up, format), held(down, format)
 
     with torch.no_grad():
-        as_packed = reference.forward(b.x, b, packed, lora)
+        as_packed = layer_reference.forward(b.x, b, packed, lora)
     if layer.rank is None:
         bound.forward()
         queued = bound.out.clone()
@@ -266,17 +266,17 @@ def errors_of(
     else:
         bound.step()
     x = b.x.float().requires_grad_(layer.rank is not None)
-    expected = reference.forward(x, b, source, lora)
+    expected = layer_reference.forward(x, b, source, lora)
     found = {
-        "forward": reference.relative_error(bound.out, as_packed),
-        "forward_source": reference.relative_error(bound.out, expected.detach()),
+        "forward": layer_reference.relative_error(bound.out, as_packed),
+        "forward_source": layer_reference.relative_error(bound.out, expected.detach()),
     }
     if layer.rank is not None:
         expected.backward(b.dy.float())
-        found["dx"] = reference.relative_error(bound.dx, gradient(x))
+        found["dx"] = layer_reference.relative_error(bound.dx, gradient(x))
     if layer.rank:
         found["lora"] = max(
-            reference.relative_error(layer.lora_grad[name], gradient(f))
+            layer_reference.relative_error(layer.lora_grad[name], gradient(f))
             for name, f in factors.items()
         )
     return found

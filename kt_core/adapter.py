@@ -28,7 +28,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from kt_core.adapter_format import AdapterData, Factors, read_adapter
+from kt_core.adapter_format import AdapterData, Factors, check_complete, read_adapter
 from kt_core.experts import Experts, Lora
 from kt_core.module import KTExpertsLinear, Runner
 
@@ -178,6 +178,15 @@ def _check(data: AdapterData, modules: Mapping[str, nn.Module], model: str, wher
             f"{where} holds the whole module {next(iter(data.extra))}, which cannot be switched "
             "per call; train without "
             "modules_to_save (additional_target)"
+        )
+    check_complete(data, [n for n, m in modules.items() if isinstance(m, nn.Linear)], where)
+    experts_paths = [n for n, m in modules.items() if isinstance(m, KTExpertsLinear)]
+    lost = [n for n in experts_paths if n not in data.experts]
+    chosen = ("layers_to_transform", "layers_pattern", "exclude_modules", "target_parameters")
+    if data.experts and lost and not any(data.config.get(key) for key in chosen):
+        raise ValueError(
+            f"{where} has expert tensors but none for {lost[0]} ({len(lost)} layers are missing); "
+            f"the file is incomplete or was trained on another model ({base})"
         )
     for path, module in data.experts.items():
         experts = modules.get(path)

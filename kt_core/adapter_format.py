@@ -21,7 +21,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -185,6 +185,29 @@ def parse_adapter(
         extra=extra,
         dropout=float(own.get("lora_dropout", config.get("lora_dropout", 0.0))),
     )
+
+
+def check_complete(data: AdapterData, linears: Iterable[str], where: str) -> None:
+    """Raises ValueError if the config's targets pick one of `linears`, paths of all Linear modules
+    of the model, for which there is no tensor although the same target has tensors elsewhere: the
+    file has lost a layer. Targets that are patterns, or limited to some layers, say nothing.
+    """
+    config = data.config
+    targets = config.get("target_modules")
+    limits = ("layers_to_transform", "layers_pattern", "exclude_modules")
+    if not isinstance(targets, list | set | tuple) or any(config.get(key) for key in limits):
+        return
+    # Beside experts such a target means them, whatever Linears have the same name.
+    experts = set(_BY_NAME) if data.experts else set()
+    for target in sorted(set(targets) - experts):
+        picked = [p for p in linears if p == target or p.endswith(f".{target}")]
+        lost = [p for p in picked if p not in data.dense and p not in data.extra]
+        if lost and len(lost) < len(picked):
+            raise ValueError(
+                f"{where} targets {target} but has no tensors for {lost[0]} ({len(lost)} of "
+                f"{len(picked)} are missing); the file is incomplete, save or copy the adapter "
+                "again"
+            )
 
 
 def _check_config(config: Mapping[str, Any], where: str) -> None:

@@ -13,7 +13,7 @@ import contextlib
 import functools
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,13 +26,17 @@ from transformers.core_model_loading import (
     WeightRenaming,
     rename_source_key,
 )
-from transformers.modeling_utils import PreTrainedModel
+from transformers.integrations import is_fsdp_enabled
+from transformers.modeling_utils import PreTrainedModel, is_local_dist_rank_0
 
 from kt_core import checkpoint, experts, packing, runtime
 from kt_core.layout import ExpertsLayout, find_experts
 from kt_core.module import KTExpertsLinear, Runner, inference_runner
 
 _WRAPPED_ARGUMENTS = ["model", "state_dict", "checkpoint_files", "load_config"]
+
+# Dtypes of weights in which NaN and Inf are looked for.
+_CHECKED = (torch.bfloat16, torch.float16, torch.float32)
 
 # What transformers does to expert tensors when it loads them, as far as the dialects do the same.
 _KNOWN_CONVERSIONS = {"MergeModulelist", "Concatenate", "Transpose", "Force16BytesAlignment"}
@@ -182,6 +186,7 @@ def _load_pretrained_model(
     layouts = _layouts(model)
     if settings.threads is not None:
         runtime.set_threads(settings.threads)
+    source_name = str(load_config.pretrained_model_name_or_path)
     source = checkpoint.Source([Path(file) for file in checkpoint_files])
     want = checkpoint.Want(
         {layout.name: layout.shape for layout in layouts},
@@ -192,7 +197,7 @@ def _load_pretrained_model(
         layouts,
         source,
         want,
-        model=str(load_config.pretrained_model_name_or_path),
+        model=source_name,
         other_bytes=_other_bytes(model, layouts, load_config.device_map),
         format=settings.format,
         group=settings.weights_per_scale,
@@ -205,8 +210,50 @@ def _load_pretrained_model(
     del source  # closes its files
     info, offload = _original(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
     info.unexpected_keys -= ours
+    # Under FSDP with cpu_ram_efficient_loading only the first process of a machine holds weights.
+    if not is_fsdp_enabled() or is_local_dist_rank_0():
+        _check_complete(model, info.missing_keys, where=source_name)
+        _check_finite(model, where=source_name)
     model.save_pretrained = _refuse_saving
     return info, offload
+
+
+def _check_complete(model: PreTrainedModel, missing: Set[str], where: str) -> None:
+    """Raises ValueError if the checkpoint lacks a weight of the body or the token head, to which
+    transformers would give random values. Heads of other tasks may be new.
+    """
+    tied: Mapping[str, str] = model.all_tied_weights_keys  # -> the weight it is the same as
+    shared = set(tied) | {whole for twin, whole in tied.items() if twin not in missing}
+    ignored = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_missing or ()]
+    head = model.get_output_embeddings()
+    needed = {id(p) for p in model.base_model.parameters()}
+    needed |= {id(p) for p in head.parameters()} if head is not None else set()
+    lost = sorted(
+        name
+        for name, parameter in model.named_parameters()
+        if name in missing - shared
+        and id(parameter) in needed
+        and not any(pattern.search(name) for pattern in ignored)
+    )
+    if lost:
+        raise ValueError(
+            f"checkpoint {where} lacks {lost[0]} ({len(lost)} weights are missing), which would "
+            "get random values; check that config.json belongs to it and download it again"
+        )
+
+
+def _check_finite(model: PreTrainedModel, where: str) -> None:
+    """Raises ValueError naming the first weight that holds NaN or Inf; experts were checked when
+    they were packed.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.dtype not in _CHECKED or parameter.is_meta or parameter.numel() == 0:
+            continue
+        if not all(end.isfinite() for end in parameter.detach().aminmax()):  # NaN spreads to both
+            raise ValueError(
+                f"{name} in checkpoint {where} holds NaN or Inf; the checkpoint is damaged, "
+                "download it again"
+            )
 
 
 def _layouts(model: PreTrainedModel) -> list[ExpertsLayout]:

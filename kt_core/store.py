@@ -165,8 +165,15 @@ def creation_lock(path: Path) -> Iterator[None]:
     """Lets one process of a host create `path` while the others wait; leftovers of killed writers
     are removed.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path.with_name(f".{path.name}.lock"), "w") as lock:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = open(path.with_name(f".{path.name}.lock"), "w")  # noqa: SIM115 - closed below
+    except OSError as error:
+        raise OSError(
+            f"packed_dir {path.parent} cannot be written to ({error.strerror}); choose another "
+            "packed_dir"
+        ) from error
+    with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         for leftover in path.parent.glob(f".{path.name}.*.tmp"):
             leftover.unlink()

@@ -10,6 +10,7 @@ import os
 import resource
 import time
 from collections import Counter
+from math import inf, isfinite
 from typing import Any
 
 import torch
@@ -107,7 +108,7 @@ class KTCallback(TrainerCallback):
             return
         self.checked = True
         if args.deepspeed is None:
-            check_gradients(kw["model"])
+            check_gradients(kw["model"], overflow=args.fp16)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kw: Any
@@ -144,9 +145,9 @@ class KTCallback(TrainerCallback):
         )
 
 
-def check_gradients(model: nn.Module) -> None:
+def check_gradients(model: nn.Module, *, overflow: bool = False) -> None:
     """Raises RuntimeError if every trainable parameter of a part (attention, experts, ...) has a
-    zero gradient.
+    zero gradient, or if any is NaN or Inf; `overflow` allows the latter (a loss scaler skips it).
     """
     largest: dict[str, float] = {}
     for name, parameter in model.named_parameters():
@@ -157,9 +158,18 @@ def check_gradients(model: nn.Module) -> None:
             gradient = gradient.to_local()
         peak = float(gradient.abs().max()) if gradient is not None and gradient.numel() else 0.0
         group = group_of(name)
-        largest[group] = max(largest.get(group, 0.0), peak)
+        # NaN compares as false and would get lost in max()
+        largest[group] = max(largest.get(group, 0.0), peak if isfinite(peak) else inf)
     for group in GROUPS:  # the same order, and so the same collectives, on every rank
-        if group in largest and _over_ranks(largest[group], "max") == 0.0:
+        if group not in largest:
+            continue
+        peak = _over_ranks(largest[group], "max")
+        if peak == inf and not overflow:
+            raise RuntimeError(
+                f"gradients of the adapter's {group} parameters are NaN or Inf at the first step; "
+                "check the data, lower learning_rate, or use bf16 instead of a narrower type"
+            )
+        if peak == 0.0:
             raise RuntimeError(
                 f"all gradients of the adapter's {group} parameters are zero at the first step, so "
                 "they would never be "

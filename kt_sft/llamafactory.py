@@ -16,10 +16,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
 import inspect
 import logging
 import os
+import sys
+import traceback
 from collections.abc import Callable
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -111,6 +115,7 @@ def adapt_parser(module: Any) -> None:
         parsed = parse_train(*args, **kw)
         model_args, _, training_args, finetuning_args, _ = parsed
         if model_args.use_kt:
+            _print_sentences()
             _show_log(training_args)
             check_run(model_args, training_args, finetuning_args)
         else:
@@ -273,6 +278,33 @@ def _show_log(training_args: Any) -> None:
         log.setLevel(logging.ERROR)
     elif log.level == logging.NOTSET:  # KT_LOG may have set it
         log.setLevel(logging.INFO)
+
+
+class _Sentences:
+    """An excepthook: an error that this package raised for its user (bad input, not a defect) and
+    that nobody caught is printed as its one sentence; KT_LOG=DEBUG brings the traceback back.
+    """
+
+    def __init__(self, previous: Callable[..., Any]) -> None:
+        self._previous = previous
+
+    def __call__(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        frames = [frame for frame, _ in traceback.walk_tb(trace)]
+        package = frames[-1].f_globals["__name__"].partition(".")[0] if frames else ""
+        told = isinstance(error, ValueError | OSError | MemoryError)
+        debugging = logging.getLogger("kt").level == logging.DEBUG
+        if told and package in ("kt_core", "kt_sft") and not debugging:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        else:
+            self._previous(kind, error, trace)
+
+
+def _print_sentences() -> None:
+    if not isinstance(sys.excepthook, _Sentences):
+        sys.excepthook = _Sentences(sys.excepthook)
+    importlib.import_module("kt_core.runtime")  # reads KT_LOG
 
 
 def uses_fsdp(training_args: Any) -> bool:

@@ -34,6 +34,7 @@ from kt_core.adapter_format import (
     WEIGHTS_FILE,
     AdapterData,
     Factors,
+    check_complete,
     expert_names,
     parse_adapter,
     read_adapter,
@@ -386,6 +387,7 @@ def _read(
             "trained on another model "
             f"({config.base_model_name_or_path})"
         )
+    check_complete(data, _linear_paths(base), str(model_id))
     return config, data
 
 

@@ -113,15 +113,30 @@ def test_resume_under_fsdp_with_an_accelerate_that_loses_tensors(root, monkeypat
         llamafactory._check_resume(Arguments, Arguments)
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_gradients_that_are_not_finite_stop_the_run(order):
+    """A NaN beside finite values, before or after them, must not pass as a small gradient."""
+    model = torch.nn.ModuleDict({"attn": torch.nn.Linear(2, 2), "mlp": torch.nn.Linear(2, 2)})
+    for value, parameter in zip(
+        [float("nan"), 1.0][::order], model["attn"].parameters(), strict=True
+    ):
+        parameter.grad = torch.full_like(parameter, value)
+    for parameter in model["mlp"].parameters():
+        parameter.grad = torch.ones_like(parameter)
+    with pytest.raises(RuntimeError, match="adapter's attention parameters are NaN or Inf"):
+        callback.check_gradients(model)
+    callback.check_gradients(model, overflow=True)
+
+
 def test_gradients_that_are_all_zero_stop_the_run(root, monkeypatch):
     """F5: a part of the adapter that gets no gradient at the first step would never learn."""
     check = callback.check_gradients
 
-    def zeroed(model):
+    def zeroed(model, **kw):
         for name, parameter in model.named_parameters():
             if ".experts." in name and parameter.grad is not None:
                 parameter.grad.zero_()
-        check(model)
+        check(model, **kw)
 
     monkeypatch.setattr(callback, "check_gradients", zeroed)
     with pytest.raises(

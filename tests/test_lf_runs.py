@@ -51,6 +51,31 @@ def test_the_command_that_users_type(root):
             assert (model(input_ids=ids).logits - base).abs().max() > 0
 
 
+def test_bad_input_ends_the_command_with_one_sentence(root):
+    args = lf_cases.arguments(root, "sentence", finetuning_type="full")
+    done = lf_cases.command(args)
+    assert done.returncode == 1 and not Path(args["output_dir"]).exists()
+    assert "Traceback" not in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("error: use_kt keeps the experts frozen, so")
+    traced = lf_cases.command(args, KT_LOG="DEBUG")
+    assert traced.returncode == 1 and "Traceback" in traced.stderr
+
+
+def test_a_defect_keeps_its_traceback(monkeypatch, capsys):
+    import sys
+
+    from kt_sft import llamafactory
+
+    seen = []
+    monkeypatch.setattr(sys, "excepthook", lambda *error: seen.append(error[1]))
+    llamafactory._print_sentences()
+    llamafactory._print_sentences()  # once is enough
+    theirs, ours = KeyError("a defect"), ValueError("elsewhere")
+    for error in (theirs, ours):
+        sys.excepthook(type(error), error, error.__traceback__)
+    assert seen == [theirs, ours] and capsys.readouterr().err == ""
+
+
 def test_the_launcher_where_autoload_is_off(root):
     args = lf_cases.arguments(root, "launch", max_steps=1)
     import sys

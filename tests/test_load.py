@@ -227,7 +227,9 @@ def test_base_model_of_a_causal_checkpoint_and_the_reverse(family, tmp_path, slo
         expected = whole.model(input_ids=IDS).last_hidden_state
         assert torch.equal(base(input_ids=IDS).last_hidden_state, expected)
     whole.model.save_pretrained(tmp_path / "base")
-    causal = hf.load_model(tmp_path / "base", dtype=torch.float32)
+    with pytest.raises(ValueError, match=r"base lacks lm_head\.weight \(1 weights"):
+        hf.load_model(tmp_path / "base", dtype=torch.float32)
+    causal = hf.load_model(tmp_path / "base", dtype=torch.float32, tie_word_embeddings=True)
     with torch.no_grad():
         assert torch.equal(causal.model(input_ids=IDS).last_hidden_state, expected)
 
@@ -472,6 +474,31 @@ def test_nan_weights(engine, bad, tmp_path, monkeypatch):
     name = "model.layers.0.block_sparse_moe.experts.2.w2.weight"
     rewrite(path, lambda t: t[name].view(-1)[7:8].fill_(bad))
     with pytest.raises(ValueError, match=f"{name} in .*model.safetensors .*expert 2, down.* again"):
+        hf.load_model(path)
+
+
+@pytest.mark.parametrize("name", ["model.layers.1.self_attn.q_proj.weight", "lm_head.weight"])
+def test_missing_weight_that_is_no_expert(name, tmp_path, slow):
+    """transformers would warn and go on with random values."""
+    path = models.build("qwen3_moe", tmp_path)
+    rewrite(path, lambda t: t.pop(name))
+    with pytest.raises(ValueError, match=f"lacks {name} .* random values; .* download it again"):
+        hf.load_model(path)
+
+
+def test_a_new_head_of_another_task_is_allowed(tmp_path, slow):
+    path = models.build("mixtral", tmp_path)
+    with hf.experts_on_cpu(hf.LoadSettings()):
+        kind = transformers.AutoModelForSequenceClassification
+        assert kind.from_pretrained(path).score.weight.isfinite().all()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("-inf")])
+def test_nan_in_a_weight_that_is_no_expert(bad, tmp_path, slow):
+    path = models.build("mixtral", tmp_path)
+    name = "model.layers.1.self_attn.k_proj.weight"
+    rewrite(path, lambda t: t[name].view(-1)[7:8].fill_(bad))
+    with pytest.raises(ValueError, match=f"{name} in checkpoint .* holds NaN or Inf; .* again"):
         hf.load_model(path)
 
 

@@ -108,7 +108,7 @@ def test_no_environment_names_its_setup(rivals: Any, tmp_path: Path) -> None:
 
 def test_reference_is_differentiable_and_adds_lora(rivals: Any) -> None:
     """Against the merged weights, whose forward must be the same."""
-    import reference
+    import layer_reference
     from impls import lora_factors, seeded_weights
     from workloads import Shape, batch
 
@@ -122,9 +122,12 @@ def test_reference_is_differentiable_and_adds_lora(rivals: Any) -> None:
         pairs = zip(names, seeded_weights(shape, e), strict=True)
         return tuple(w.float() + factor_b[p][e] @ a[p][e] for p, w in pairs)
 
-    out = reference.forward(x, b, lambda e: seeded_weights(shape, e), (a, factor_b))
-    expected = reference.forward(x, b, merged)
-    assert reference.relative_error(out, expected) < 1e-5
-    assert reference.relative_error(out, reference.forward(b.x, b, lambda e: merged(0))) > 0.1
+    out = layer_reference.forward(x, b, lambda e: seeded_weights(shape, e), (a, factor_b))
+    expected = layer_reference.forward(x, b, merged)
+    assert layer_reference.relative_error(out, expected) < 1e-5
+    assert (
+        layer_reference.relative_error(out, layer_reference.forward(b.x, b, lambda e: merged(0)))
+        > 0.1
+    )
     out.backward(b.dy.float())
     assert x.grad is not None and x.grad.norm() > 0

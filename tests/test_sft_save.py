@@ -16,6 +16,7 @@ import torch
 from peft import PeftModel
 from safetensors import safe_open
 
+from kt_core import adapter, hf
 from kt_core.adapter_format import CONFIG_FILE, WEIGHTS_FILE, read_adapter
 from kt_sft import peft_io
 
@@ -175,11 +176,12 @@ def test_adapters_that_stock_peft_wrote(reference, tmp_path):
         path = cases.checkpoint(tmp_path, family)
         written.append((str(path), str(tmp_path / f"{family}-adapter"), targets))
     cases.stock(STOCK_WRITES, json.dumps(written))
-    for path, adapter, _ in written:
-        assert any(k.endswith("experts.lora_A.weight") for k in _tensors(Path(adapter)))
-        tuned = PeftModel.from_pretrained(cases.load(Path(path)), adapter)
+    for path, directory, _ in written:
+        assert any(k.endswith("experts.lora_A.weight") for k in _tensors(Path(directory)))
+        model = cases.load(Path(path))  # installs the hooks, so before from_pretrained is named
+        tuned = PeftModel.from_pretrained(model, directory)
         got = cases.logits(tuned, cases.token_ids())
-        assert torch.allclose(got, torch.load(adapter + "/stock.pt"), atol=2e-5)
+        assert torch.allclose(got, torch.load(directory + "/stock.pt"), atol=2e-5)
 
 
 def test_several_adapters_save_each_to_its_directory(reference, tmp_path):
@@ -297,7 +299,10 @@ CHANGES = {
         "has lora_B but not the other factor|has lora_A but not the other factor",
     ),
     "another kind": (_move("lora_A.weight", "lora_C.weight"), "tensor that is not supported"),
-    "a layer less": (_drop("layers.1.self_attn.k_proj"), "k_proj.lora_A.weight is missing"),
+    "a layer less": (
+        _drop("layers.1.self_attn.k_proj"),
+        r"targets k_proj but has no tensors for model\.layers\.1\.self_attn\.k_proj \(1 of 2",
+    ),
     "a cut factor": (_cut("q_proj.lora_A"), "the config says rank 4"),
     "not a number": (_poison, "holds NaN or Inf"),
 }
@@ -311,6 +316,20 @@ def test_every_tensor_is_used_or_loading_fails(name, reference, tmp_path):
     fresh = cases.adapted(cases.load(path))
     with pytest.raises(ValueError, match=message):
         fresh.load_adapter(directory, "default")
+
+
+def test_a_fresh_load_and_the_server_refuse_an_adapter_without_a_layer(reference, tmp_path):
+    """F2: nothing in the model asks for the lost tensors, only the adapter's own targets do."""
+    for lost, message in (
+        ("layers.1.self_attn.k_proj", "no tensors for model.layers.1.self_attn.k_proj"),
+        ("layers.1.mlp.experts", "model.layers.1.mlp.experts"),
+    ):
+        path, _, directory = _saved(tmp_path / lost)
+        _rewrite(directory, _drop(lost))
+        with pytest.raises(ValueError, match=message):
+            PeftModel.from_pretrained(cases.load(path), directory)
+        with pytest.raises(ValueError, match=message):
+            adapter.load_adapter(hf.load_model(path), directory, "a")
 
 
 def test_an_adapter_of_another_model(reference, tmp_path):

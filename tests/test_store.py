@@ -220,6 +220,15 @@ def test_a_read_only_packed_dir_is_enough_once_the_file_exists(model, packed, mo
     load(model, packed)
 
 
+def test_a_packed_dir_that_cannot_be_made_is_named(model, tmp_path):
+    (tmp_path / "file").write_text("")
+    for directory in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(
+            OSError, match=f"packed_dir {directory} cannot be written to .*; choose"
+        ):
+            hf.load_model(model, packed_dir=directory)
+
+
 def test_processes_that_start_together_make_one_file(tmp_path):
     """Ranks of one host: one packs, the others wait and map; all compute the same."""
     path = models.build("mixtral", tmp_path / "model")
