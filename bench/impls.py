@@ -43,9 +43,16 @@ class Ours:
 
     name = "ours"
 
-    def __init__(self, format: str, rank: int = 0) -> None:
-        self.format, self.rank = format, rank
+    def __init__(self, format: str, rank: int = 0, compute: str = "bf16") -> None:
+        self.format, self.rank, self.compute = format, rank, compute
+        self.isa: str | None = None  # None: the best tier
         self.lora: Any = None
+
+    def twin(self, compute: str, isa: str | None = None) -> Ours:
+        """The same layer in another compute domain or on another tier."""
+        other = Ours(self.format, self.rank, compute)
+        other.layer, other.lora, other.isa = self.layer, self.lora, isa
+        return other
 
     def prepare(self, shape: Shape, weights: Weights) -> None:
         from kt_core.experts import Experts, Lora
@@ -59,7 +66,10 @@ class Ours:
             self.lora = Lora(a, b, 1.0)
 
     def forward(self, b: Batch) -> Tensor:
-        out, _ = self.layer.forward(b.x, b.index, b.weights)
+        from kt_core import runtime
+
+        runtime.force_isa(self.isa)
+        out, _ = self.layer.forward(b.x, b.index, b.weights, compute=self.compute)
         return out
 
     def step(self, b: Batch) -> None:

@@ -124,11 +124,11 @@ PYBIND11_MODULE(_kt, m) {
            })
       .def("forward",
            [](BoundLayer& b, int64_t tokens, int64_t top_k, uintptr_t x, uintptr_t index,
-              uintptr_t weight, const py::object& lora, uintptr_t out, uintptr_t saved) {
+              uintptr_t weight, const py::object& lora, bool int8, uintptr_t out, uintptr_t saved) {
              const Layer& l = b.ready();
              Lora lo = read_lora(lora);
              py::gil_scoped_release nogil;
-             moe_forward(l, read_batch(tokens, top_k, x, index, weight), lo, at<float>(out),
+             moe_forward(l, read_batch(tokens, top_k, x, index, weight), lo, int8, at<float>(out),
                          at<bf16>(saved));
            })
       .def("backward",

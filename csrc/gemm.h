@@ -111,13 +111,11 @@ struct Driver {
       for (int64_t end = min64(pairs, g + step); p < end; p += F::pairs)
         for (int q = 0; q < P; ++q) {
           for (int j = 0; j < V; ++j) {
-            u32 out[F::pairs];
+            typename I::B out[F::pairs];
             F::template decode<I>(*(const u32*)(line[q] + j * L * 4), out);
-            for (int t = 0; t < F::pairs; ++t) {
-              typename I::B b = I::line(out[t]);
+            for (int t = 0; t < F::pairs; ++t)
               for (int i = 0; i < M; ++i)
-                acc[i][q][j] = I::dot(acc[i][q][j], a + i * lda + 2 * (p + t), b, I{});
-            }
+                acc[i][q][j] = I::dot(acc[i][q][j], a + i * lda + 2 * (p + t), out[t], I{});
           }
           line[q] += kAlign;
         }
@@ -139,9 +137,9 @@ struct Driver {
   static void unpack(const uint8_t* line, int64_t pairs, int q, Line<I, P>* dst) {
     for (int64_t p = 0; p < pairs; p += F::pairs, line += kAlign)
       for (int j = 0; j < V; ++j) {
-        u32 out[F::pairs];
+        typename I::B out[F::pairs];
         F::template decode<I>(*(const u32*)(line + j * L * 4), out);
-        for (int t = 0; t < F::pairs; ++t) dst[p + t].v[q][j] = I::line(out[t]);
+        for (int t = 0; t < F::pairs; ++t) dst[p + t].v[q][j] = out[t];
       }
   }
 
@@ -199,11 +197,12 @@ struct Driver {
         u64 v[8];
         f32 sc = F::scaled ? I::load_bf16(scale + col / group_size(s) * kPanel + j * L) : f32{};
         for (int t = 0; t < 8; t += F::pairs) {
-          u32 out[F::pairs] = {};
+          typename I::B out[F::pairs] = {};
           if (t < have)
             F::template decode<I>(*(const u32*)(line + t / F::pairs * kAlign + j * L * 4), out);
           for (int x = 0; x < F::pairs; ++x) {
-            u32 pair = F::scaled ? I::round_pair(I::lo(out[x]) * sc, I::hi(out[x]) * sc) : out[x];
+            u32 pair = F::scaled ? I::round_pair(I::lo_of(out[x]) * sc, I::hi_of(out[x]) * sc)
+                                 : I::pair_of(out[x]);
             v[t + x] = zip_pairs(pair);
           }
         }
@@ -331,12 +330,12 @@ struct Driver {
     const bf16* scale = scales(w, p);
     for (int64_t k = 0; k < s.kp; k += 2 * F::pairs, line += kAlign)
       for (int j = 0; j < V; ++j) {
-        u32 pair[F::pairs];
+        typename I::B pair[F::pairs];
         F::template decode<I>(*(const u32*)(line + j * L * 4), pair);
         f32 sc =
             F::scaled ? I::load_bf16(scale + k / group_size(s) * kPanel + j * L) : I::splat(1.f);
         for (int x = 0; x < 2 * F::pairs; ++x) {
-          f32 val = (x & 1 ? I::hi(pair[x / 2]) : I::lo(pair[x / 2])) * sc;
+          f32 val = (x & 1 ? I::hi_of(pair[x / 2]) : I::lo_of(pair[x / 2])) * sc;
           for (int i = 0; i < L && k + x < s.k; ++i)
             if (p * kPanel + j * L + i < s.n) out[(j * L + i) * s.k + k + x] = val[i];
         }

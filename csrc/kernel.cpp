@@ -2,7 +2,7 @@
 // Emits one strong symbol: the table of this tier's kernels, one per weight format.
 #include "kernel.h"
 
-#include "gemm.h"
+#include "gemm8.h"
 #include "ops.h"
 #include KT_ISA_HEADER
 #include "formats.inc"
@@ -14,26 +14,20 @@ template <class I, class F>
 constexpr Kernel make() {
   using D = Driver<I, F>;
   using O = Ops<I>;
-  return {I::name,
-          KT_ISA_CPU,
-          F::name,
-          F::bits,
-          F::scaled,
-          sizeof(typename I::A),
-          sizeof(Line<I, 1>),
-          D::pack,
-          D::unpack_panel,
-          D::gather,
-          D::nt,
-          D::nn,
-          D::transpose,
-          D::tn,
-          O::gate_forward,
-          O::gate_backward,
-          O::narrow_rows,
-          O::scatter,
-          O::drop_rows,
-          O::drop_add};
+  Kernel k = {};
+  k.isa = I::name, k.cpu = KT_ISA_CPU, k.format = F::name;
+  k.bits = F::bits, k.scaled = F::scaled;
+  k.a_size = sizeof(typename I::A), k.line_size = sizeof(Line<I, 1>);
+  k.pack = D::pack, k.unpack = D::unpack_panel;
+  k.gather = D::gather, k.nt = D::nt, k.nn = D::nn, k.transpose = D::transpose, k.tn = D::tn;
+  if constexpr (F::quads > 0) {
+    k.quad_size = sizeof(typename I::Quad);
+    k.quantize = Driver8<I, F>::quantize, k.nt8 = Driver8<I, F>::nt;
+  }
+  k.gate_forward = O::gate_forward, k.gate_backward = O::gate_backward;
+  k.narrow_rows = O::narrow_rows, k.scatter = O::scatter;
+  k.drop_rows = O::drop_rows, k.drop_add = O::drop_add;
+  return k;
 }
 
 }  // namespace

@@ -14,6 +14,14 @@ struct Rows {
   int64_t ld, m;
 };
 
+// Rows in the int8 domain: codes [m][ld] quads of quad_size bytes, scale and start [m][groups].
+struct Quantized {
+  const void* codes;
+  const float* scale;
+  const int32_t* start;          // -bias * sum of the codes of the group
+  int64_t ld, group, groups, m;  // group: values per scale
+};
+
 struct DropKey {
   uint64_t seed;   // drawn by the caller; names layer and call
   int projection;  // 0 gate, 1 up, 2 down
@@ -26,6 +34,7 @@ struct Kernel {
   bool scaled;
   int a_size;         // bytes of an A element
   int64_t line_size;  // bytes of one unpacked line (16 channels x 1 pair)
+  int quad_size;      // bytes of four activation codes in the int8 domain; 0: no such domain
 
   // -- weights ------------------------------------------------------------------------------------
   // Packs panels [p0, p1) of W, element (i, j) at src[i*rs + j*cs]; false if a value is not finite.
@@ -49,6 +58,15 @@ struct Kernel {
   // C[r][0..32) (+)= at [r][mp] x v[rows[i] or i][col .. col+32); columns >= cols read as zero.
   void (*tn)(const Rows& at, const bf16* v, int64_t ldv, const int32_t* rows, int64_t m,
              int64_t col, int64_t cols, bool add, float* c, void* scratch);
+
+  // -- int8 domain (null without one)
+  // --------------------------------------------------------------- Quantizes m rows for weights of
+  // shape s: codes [m][kp / 4] quads, scale and start [m][groups].
+  void (*quantize)(const bf16* src, int64_t ld, int64_t m, const Shape& s, int64_t group,
+                   void* codes, float* scale, int32_t* start);
+  // As nt, without `add`.
+  void (*nt8)(const Quantized& a, const Packed* const* w, const int64_t* p, int count, float* c,
+              void* scratch);
 
   // -- elementwise --------------------------------------------------------------------------------
   // C = [gate | up]; h = act(gate) * up from the unrounded values, 16 columns;

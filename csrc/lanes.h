@@ -67,28 +67,44 @@ struct Lanes {
   KT_OP f32 lo(u32 pair) { return (f32)(pair << 16); }
   KT_OP f32 hi(u32 pair) { return (f32)(pair & 0xffff0000u); }
 
-  // Bytes -> exact bf16 pairs: even bytes of each dword, then odd bytes (see panel.h).
-  KT_OP void int8_pairs(u32 x, u32 (&out)[2]) {
-    auto f = [](u32 v) { return (u32) __builtin_convertvector((i32)v >> 24, f32); };
-    out[0] = f(x << 24) >> 16 | f(x << 8);  // |code| <= 127: the low 16 bits of the fp32 are zero
-    out[1] = f(x << 16) >> 16 | f(x);
+  // -- decoding a line of codes: whole bf16 pairs as B vectors (order of k: panel.h) --------------
+  KT_OP B line(u32 pair) { return {lo(pair), hi(pair)}; }
+  KT_OP u32 pair_of(const B& b) { return (u32)b.lo >> 16 | (u32)b.hi; }  // exact codes only
+  KT_OP f32 lo_of(const B& b) { return b.lo; }
+  KT_OP f32 hi_of(const B& b) { return b.hi; }
+
+  KT_OP f32 top_byte(u32 x) { return __builtin_convertvector((i32)x >> 24, f32); }
+  KT_OP void int8_pairs(u32 x, B (&out)[2]) {
+    out[0] = {top_byte(x << 24), top_byte(x << 8)};
+    out[1] = {top_byte(x << 16), top_byte(x)};
   }
-  // Nibbles -> bf16 pairs through a 16-entry table held twice (32 entries).
-  KT_OP void lut4(const bf16* table, u32 x, u32 (&out)[4]) {
-    for (int i = 0; i < N; ++i) {
-      uint32_t v = x[i];
-      auto pair = [&](int s) {
-        return table[v >> s & 15] | uint32_t(table[v >> (s + 16) & 15]) << 16;
-      };
-      out[0][i] = pair(0), out[1][i] = pair(8), out[2][i] = pair(4), out[3][i] = pair(12);
-    }
+  // Nibbles stored + 8: flipping the top bit of each makes them two's complement.
+  KT_OP f32 top_nibble(u32 x) { return __builtin_convertvector((i32)x >> 28, f32); }
+  KT_OP void int4_pairs(u32 x, const bf16*, B (&out)[4]) {
+    x ^= 0x88888888u;
+    out[0] = {top_nibble(x << 28), top_nibble(x << 12)};
+    out[1] = {top_nibble(x << 20), top_nibble(x << 4)};
+    out[2] = {top_nibble(x << 24), top_nibble(x << 8)};
+    out[3] = {top_nibble(x << 16), top_nibble(x)};
   }
 
-  KT_OP B line(u32 pair) { return {lo(pair), hi(pair)}; }
   KT_OP f32 dot(f32 c, const A* a, const B& b, auto isa) {
     using I = decltype(isa);
     return I::fma(I::splat(a[1]), b.hi, I::fma(I::splat(a[0]), b.lo, c));
   }
+
+  // -- int8 domain --------------------------------------------------------------------------------
+  // Four codes of a row as `Quad`, four unsigned weight bytes (code + bias) per lane as u32:
+  // idot adds the exact integer products. Here: 32-bit multiplies, any CPU.
+  struct Quad {
+    int8_t v[4];  // order of the weight bytes: k0 k2 k1 k3
+  };
+  KT_OP Quad quad(const int8_t* a) { return {{a[0], a[2], a[1], a[3]}}; }
+  KT_OP i32 idot(i32 acc, u32 w, const Quad* q) {
+    for (int i = 0; i < 4; ++i) acc += (i32)(w >> (8 * i) & 0xff) * int32_t(q->v[i]);
+    return acc;
+  }
+  KT_OP f32 to_float(i32 x) { return __builtin_convertvector(x, f32); }
 };
 
 }  // namespace

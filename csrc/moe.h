@@ -44,7 +44,9 @@ struct Batch {
 };
 
 // out [tokens, hidden] fp32; saved (may be null) [tokens * top_k, 2, intermediate] in expert order.
-void moe_forward(const Layer& l, const Batch& b, const Lora& lora, float* out, bf16* saved);
+// int8: products with base weights in the int8 domain (throws where the format has none).
+void moe_forward(const Layer& l, const Batch& b, const Lora& lora, bool int8, float* out,
+                 bf16* saved);
 
 struct Grads {   // null: not wanted
   float* dx;     // [tokens, hidden]

@@ -232,7 +232,7 @@ void moe_backward(const Layer& l, const Batch& b, const Lora& lora, const bf16* 
   if (lora.any()) p.pack_factors(saved == nullptr, true);
   if (!saved) {
     bf16* again = p.shared(kSaved, rows, 2 * l.intermediate);
-    p.gate_up(nullptr, again);
+    p.gate_up(false, nullptr, again);
     k.saved = again;
   }
   if (want_lora && lora.r[kDown]) k.h = p.shared(kH, rows, p.ip);

@@ -6,23 +6,28 @@
 namespace kt {
 namespace {
 
+// codes: h quantized (int8 domain), else empty.
 // acc [tokens][cols] = sum over experts, ascending, of w * down(h): this task's columns of the
 // output.
-void down_columns(const Plan& p, int w, const bf16* h, const bf16* t, int64_t u0, int64_t u1,
-                  float* acc) {
+void down_columns(const Plan& p, int w, const bf16* h, const Quantized& codes, const bf16* t,
+                  int64_t u0, int64_t u1, float* acc) {
   const int64_t ld = (u1 - u0) * kCols, count = panels(p.l.hidden);
   std::fill(acc, acc + p.batch.tokens * ld, 0.f);
   for (int64_t e = 0; e < p.route.active(); ++e) {
     const Packed down = p.weight(p.route.expert[size_t(e)], kDown);
     const Packed* two[2] = {&down, &down};
     row_blocks(p.route.start[size_t(e)], p.route.start[size_t(e) + 1], [&](int64_t i, int64_t m) {
-      Rows a = p.rows_of(w, kRows, h + i * p.ip, p.ip, nullptr, m, p.ip, p.ip);
+      const BaseRows a =
+          codes.codes
+              ? BaseRows{true, {}, p.quantized_rows(w, codes, nullptr, i, m)}
+              : BaseRows{
+                    false, p.rows_of(w, kRows, h + i * p.ip, p.ip, nullptr, m, p.ip, p.ip), {}};
       for (int64_t u = u0; u < u1; ++u) {
         const int64_t at[2] = {2 * u, 2 * u + 1};
         const int n = 2 * u + 1 < count ? 2 : 1;
         float* c = p.c(w);
         if (n == 1) std::fill(c, c + m * kCols, 0.f);
-        p.k.nt(a, two, at, n, false, c, p.panels(w));
+        p.base_nt(w, a, two, at, n, c);
         if (t)
           p.add_low_rank(w, t + i * p.rp[kDown], p.rp[kDown], m, p.factor(e, kDown).b, 2 * u, n,
                          true, c);
@@ -35,12 +40,18 @@ void down_columns(const Plan& p, int w, const bf16* h, const bf16* t, int64_t u0
 
 }  // namespace
 
-void moe_forward(const Layer& l, const Batch& b, const Lora& lora, float* out, bf16* saved) {
+void moe_forward(const Layer& l, const Batch& b, const Lora& lora, bool int8, float* out,
+                 bf16* saved) {
+  if (int8 && !find_kernel(l.format).kernel->nt8)
+    throw std::invalid_argument("compute='int8' needs int8 or int4 weights, but these are " +
+                                l.format + "; use compute='bf16'");
   Entry lock;
   Plan p(l, b, lora);
   if (lora.any()) p.pack_factors(true, false);
   bf16* h = p.shared(kH, p.route.rows(), p.ip);
-  p.gate_up(h, saved);
+  p.gate_up(int8, h, saved);
+  Quantized codes{};
+  if (int8) codes = p.quantize(kHCodes, kDown, h, p.ip, p.route.rows());
   bf16* t = nullptr;
   if (lora.r[kDown]) {
     t = p.shared(kDownT, p.route.rows(), p.rp[kDown]);
@@ -52,7 +63,7 @@ void moe_forward(const Layer& l, const Batch& b, const Lora& lora, float* out, b
     const int64_t u0 = task * step, u1 = min64(units, u0 + step), ld = (u1 - u0) * kCols;
     auto* acc = (float*)scratch(w, kAcc, b.tokens * ld * 4);
     p.weights.calls->fetch_add(1, std::memory_order_relaxed);
-    down_columns(p, w, h, t, u0, u1, acc);
+    down_columns(p, w, h, codes, t, u0, u1, acc);
     for (int64_t r = 0; r < b.tokens; ++r)
       std::copy_n(acc + r * ld, min64(ld, l.hidden - u0 * kCols), out + r * l.hidden + u0 * kCols);
   });

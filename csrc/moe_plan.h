@@ -32,7 +32,16 @@ enum Slot {
   kDGate,
   kDUp,
   kDots,
-  kFactors
+  kFactors,
+  kXCodes,
+  kHCodes,
+  kCodes
+};
+
+struct BaseRows {  // operand A of a product with base weights, in either compute domain
+  bool int8;
+  Rows plain;
+  Quantized codes;
 };
 
 struct Factors {  // one projection of one expert
@@ -89,8 +98,18 @@ struct Plan {
   void low_rank_in(int w, int64_t active, int p, const bf16* src, int64_t ld, bool by_token,
                    bool weighted, bf16* t) const;
 
+  // Rows [0, rows) of src quantized for projection p, in shared scratch.
+  Quantized quantize(Slot s, int p, const bf16* src, int64_t ld, int64_t rows) const;
+  // Rows ids[i] (or first + i) of `all`, side by side.
+  Quantized quantized_rows(int w, const Quantized& all, const int32_t* ids, int64_t first,
+                           int64_t m) const;
+
+  // C = A W^T in the rows' domain.
+  void base_nt(int w, const BaseRows& a, const Packed* const* weight, const int64_t* panel,
+               int count, float* c) const;
+
   // Stage 1 for all experts: h and/or saved pre-activations.
-  void gate_up(bf16* h, bf16* saved);
+  void gate_up(bool int8, bf16* h, bf16* saved);
 };
 
 // f(block begin, rows) over [begin, end) in blocks of kRowBlock rows.

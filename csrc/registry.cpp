@@ -53,6 +53,7 @@ bool has(const Cpu& c, const std::string& f) {
   if (f == "avx512bw") return c.zmm && bit(c.leaf7_ebx, 30);
   if (f == "avx512vl") return c.zmm && bit(c.leaf7_ebx, 31);
   if (f == "avx512_vnni") return c.zmm && bit(c.leaf7_ecx, 11);
+  if (f == "avx512_vbmi") return c.zmm && bit(c.leaf7_ecx, 1);
   if (f == "avx512_bf16") return c.zmm && bit(c.leaf71_eax, 5);
   if (f == "avx_vnni") return c.ymm && bit(c.leaf71_eax, 4);
   throw std::logic_error("unknown CPU feature in an ISA file: " + f);

@@ -183,6 +183,7 @@ class Experts:
         lora: Lora | None = None,
         *,
         save: bool = False,
+        compute: str = "bf16",
     ) -> tuple[Tensor, Tensor | None]:
         """Expert outputs weighted and summed per token.
 
@@ -192,6 +193,9 @@ class Experts:
             top_k_weights: ``[T, K]`` floating point.
             lora: adapter factors.
             save: also return the gate and up pre-activations for :meth:`backward`.
+            compute: domain of the products with base weights: "bf16", or "int8" (int8 and int4
+                weights, inference only): activations are quantized per row and group of up to 128
+                values, about 1 % relative error instead of 0.2 %.
 
         Returns:
             ``(out [T, H] in x's dtype, saved [T * K, 2, I] bf16 or None)``.
@@ -204,6 +208,11 @@ class Experts:
         saved = None
         if save:
             saved = torch.empty(tokens * top_k, 2, self.intermediate, dtype=torch.bfloat16)
+        if compute not in ("bf16", "int8") or (compute == "int8" and save):
+            raise ValueError(
+                f"compute is {compute!r}{' with save' if save else ''}; give 'bf16', or 'int8' "
+                "without save (training is in bf16)"
+            )
         native, keep = self._lora(lora)
         with runtime.timed("forward"):
             self._layer.forward(
@@ -213,6 +222,7 @@ class Experts:
                 index.data_ptr(),
                 weights.data_ptr(),
                 native,
+                compute == "int8",
                 out.data_ptr(),
                 saved.data_ptr() if saved is not None else 0,
             )

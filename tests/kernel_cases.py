@@ -11,6 +11,9 @@ from reference import round_bf16
 from kt_core.experts import PROJECTIONS, Experts, Lora
 
 FORWARD_BAR = 4e-3  # DESIGN section 5, bf16 domain
+INT8_BAR = 2e-2  # the same, int8 domain
+ELEMENT_BAR = 0.05  # of the row's RMS, bf16 domain
+INT8_ELEMENT_BAR = 0.08  # 4 standard deviations at INT8_BAR; 0.05 would be 2.5 (see DESIGN)
 GRAD_BAR = 6e-3
 
 
@@ -106,7 +109,12 @@ def relative(out: torch.Tensor, ref: torch.Tensor) -> float:
 
 
 def check_close(
-    name: str, out: torch.Tensor, ref: torch.Tensor, bar: float, rows: bool = True
+    name: str,
+    out: torch.Tensor,
+    ref: torch.Tensor,
+    bar: float,
+    rows: bool = True,
+    element: float = ELEMENT_BAR,
 ) -> None:
     """The three conditions of DESIGN section 5."""
     assert out.shape == ref.shape, name
@@ -121,7 +129,7 @@ def check_close(
     row = ((o - t).norm(dim=-1) / t.norm(dim=-1).clamp_min(1e-30))[live]
     assert row.max() <= 3 * bar, f"{name}: row error {row.max():.2e} > {3 * bar:.1e}"
     worst = ((o - t).abs() / rms[:, None])[live].max()
-    assert worst <= 0.05, f"{name}: an element is off by {worst:.3f} of its row's RMS"
+    assert worst <= element, f"{name}: an element is off by {worst:.3f} of its row's RMS"
 
 
 def make_dy(case: Case) -> torch.Tensor:

@@ -8,7 +8,17 @@ import sys
 
 import pytest
 import torch
-from kernel_cases import FORWARD_BAR, check_case, check_close, make_case, make_dy, relative
+from kernel_cases import (
+    FORWARD_BAR,
+    INT8_BAR,
+    INT8_ELEMENT_BAR,
+    check_case,
+    check_close,
+    make_case,
+    make_dy,
+    relative,
+)
+from reference import round_bf16
 
 from kt_core import kernels, runtime
 from kt_core.experts import PROJECTIONS, Experts
@@ -30,7 +40,7 @@ def calls(isa, format):
 
 def test_registry_lists_every_tier_and_format():
     listed = {(k["isa"], k["format"]) for k in kernels()}
-    want = {"scalar", "avx2", "avx512", "avx512_bf16"}
+    want = {"scalar", "avx2", "avx512", "avx512_vnni", "avx512_bf16"}
     assert want <= {isa for isa, _ in listed}
     assert {f for _, f in listed} >= {"bf16", "int8", "int4"}
     assert len(listed) == len({i for i, _ in listed}) * len(FORMATS)
@@ -97,6 +107,59 @@ def test_no_tokens():
     grads = case.layer.backward(case.x, case.x, case.index, case.weights, case.lora, saved)
     assert out.shape == (0, 64) and grads.dx.shape == (0, 64)
     assert all(float(t.abs().sum()) == 0 for t in (*grads.a.values(), *grads.b.values()))
+
+
+@pytest.mark.parametrize("format,group", [("int8", 128), ("int8", 0), ("int4", 32), ("int4", 128)])
+@pytest.mark.parametrize("tokens", [1, 3, 8, 40, 401])
+def test_int8_domain_matches_reference(tier, format, group, tokens):
+    case = make_case(E=3, H=300, I=200, T=tokens, K=2, format=format, group=group, lora=())
+    ref, _ = case.run_reference()
+    before = calls(tier, format)
+    out, _ = case.layer.forward(case.x.float(), case.index, case.weights, compute="int8")
+    check_close("int8 forward", out, ref, INT8_BAR, element=INT8_ELEMENT_BAR)
+    assert calls(tier, format) > before
+    plain, _ = case.layer.forward(case.x.float(), case.index, case.weights)
+    assert not torch.equal(out, plain)  # it is another arithmetic
+    for n in {1, 2, 5, tokens} & set(range(1, tokens + 1)):
+        part, _ = case.layer.forward(
+            case.x[:n].float(), case.index[:n], case.weights[:n], compute="int8"
+        )
+        assert torch.equal(part, out[:n]), n
+
+
+def test_int8_domain_with_an_adapter(tier):
+    case = make_case(E=3, H=160, I=96, T=30)
+    ref, _ = case.run_reference()
+    out, _ = case.layer.forward(case.x.float(), case.index, case.weights, case.lora, compute="int8")
+    check_close("int8 forward", out, ref, INT8_BAR, element=INT8_ELEMENT_BAR)
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_int8_extremes_do_not_saturate(tier, sign):
+    """All codes at +-127: every 16-bit intermediate of a saturating form would overflow."""
+    H, I = 256, 32
+    layer = Experts(1, H, I, format="int8", activation="relu")
+    layer.put(0, "gate", torch.full((I, H), 1.0))
+    layer.put(0, "up", torch.full((I, H), float(sign)))
+    layer.put(0, "down", torch.eye(H, I))
+    x = torch.full((9, H), 127.0)
+    index, weights = torch.zeros(9, 1).long(), torch.ones(9, 1)
+    out, _ = layer.forward(x, index, weights, compute="int8")
+    dot = 127.0 * float(layer.get(0, "gate").sum(1)[0])
+    want = round_bf16(torch.tensor(sign * dot * dot)) * float(layer.get(0, "down")[0, 0])
+    torch.testing.assert_close(out[:, :I], want.expand(9, I), rtol=1e-6, atol=0)
+    assert (out[:, I:] == 0).all()
+
+
+def test_int8_domain_refusals():
+    case = make_case(format="bf16")
+    args = case.x, case.index, case.weights
+    with pytest.raises(ValueError, match="needs int8 or int4 weights, but these are bf16"):
+        case.layer.forward(*args, compute="int8")
+    with pytest.raises(ValueError, match="compute is 'int7'"):
+        case.layer.forward(*args, compute="int7")
+    with pytest.raises(ValueError, match="compute is 'int8' with save"):
+        make_case().layer.forward(*args, save=True, compute="int8")
 
 
 @pytest.mark.parametrize("format", FORMATS)

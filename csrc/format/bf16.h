@@ -11,10 +11,14 @@ struct Format_bf16 {
   static constexpr bool scaled = false;
   static constexpr int pairs = 1;  // bf16 pairs per channel and line
 
+  static constexpr int quads = 0;  // no int8 domain: these are not codes
+
   template <class I>
-  KT_OP void decode(typename I::u32 x, typename I::u32 (&out)[pairs]) {
-    out[0] = x;
+  KT_OP void decode(typename I::u32 x, typename I::B (&out)[pairs]) {
+    out[0] = I::line(x);
   }
+  template <class I>
+  KT_OP void bytes(typename I::u32, typename I::u32 (&)[1]) {}
   // One channel, `count` values: codes as stored words, scale unused.
   KT_OP float encode(const float* v, int64_t count, uint16_t* code) {
     for (int64_t i = 0; i < count; ++i) code[i] = narrow(v[i]);

@@ -11,9 +11,17 @@ struct Format_int8 {
   static constexpr bool scaled = true;
   static constexpr int pairs = 2;
 
+  static constexpr int quads = 1;   // int8-domain lines (4 bytes per channel) in one stored line
+  static constexpr int bias = 128;  // of the unsigned bytes below
+
   template <class I>
-  KT_OP void decode(typename I::u32 x, typename I::u32 (&out)[pairs]) {
+  KT_OP void decode(typename I::u32 x, typename I::B (&out)[pairs]) {
     I::int8_pairs(x, out);
+  }
+  // Codes + bias as unsigned bytes, k0 k2 k1 k3.
+  template <class I>
+  KT_OP void bytes(typename I::u32 x, typename I::u32 (&out)[quads]) {
+    out[0] = x ^ 0x80808080u;
   }
   // The scale is rounded to bf16 first, then codes are chosen for the scale that is stored.
   KT_OP float encode(const float* v, int64_t count, uint16_t* code) {

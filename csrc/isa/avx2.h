@@ -22,25 +22,21 @@ struct Isa_avx2 : Lanes<8> {
   }
   KT_OP void store_a(A* p, const bf16* src) { *(f32*)p = load_bf16(src); }
 
-  // 16 bf16 table entries as two byte planes, each looked up with one in-lane byte shuffle.
-  KT_OP u32 lut16(const bf16* t, u32 idx) {
-    const __m128i even = _mm_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, -1, -1, -1, -1, -1, -1, -1, -1);
-    const __m128i odd = _mm_setr_epi8(1, 3, 5, 7, 9, 11, 13, 15, -1, -1, -1, -1, -1, -1, -1, -1);
-    __m128i a = _mm_loadu_si128((const __m128i*)t), b = _mm_loadu_si128((const __m128i*)t + 1);
-    __m256i low = _mm256_broadcastsi128_si256(
-        _mm_unpacklo_epi64(_mm_shuffle_epi8(a, even), _mm_shuffle_epi8(b, even)));
-    __m256i high = _mm256_broadcastsi128_si256(
-        _mm_unpacklo_epi64(_mm_shuffle_epi8(a, odd), _mm_shuffle_epi8(b, odd)));
-    __m256i z = _mm256_or_si256((__m256i)idx, _mm256_set1_epi16((short)0x8000));  // odd bytes -> 0
-    return (u32)_mm256_or_si256(_mm256_shuffle_epi8(low, z),
-                                _mm256_slli_epi16(_mm256_shuffle_epi8(high, z), 8));
+  // int8 domain without VNNI: bytes widen to 16 bits, where products and their pair sums are exact
+  // (255 * 127 * 2 needs 17 bits, vpmaddwd has 32; vpmaddubsw would saturate).
+  struct Quad {
+    int16_t v[4];  // k0 k1 | k2 k3
+  };
+  KT_OP Quad quad(const int8_t* a) { return {{a[0], a[1], a[2], a[3]}}; }
+  KT_OP __m256i pair_at(const int16_t* p) {
+    int x;
+    __builtin_memcpy(&x, p, 4);
+    return _mm256_set1_epi32(x);
   }
-  KT_OP void lut4(const bf16* t, u32 x, u32 (&out)[4]) {
-    const u32 m = u32{} + 0x000f000fu;
-    out[0] = lut16(t, x & m);
-    out[1] = lut16(t, x >> 8 & m);
-    out[2] = lut16(t, x >> 4 & m);
-    out[3] = lut16(t, x >> 12 & m);
+  KT_OP i32 idot(i32 acc, u32 w, const Quad* q) {
+    __m256i even = (__m256i)(w & 0x00ff00ffu), odd = (__m256i)(w >> 8 & 0x00ff00ffu);
+    acc += (i32)_mm256_madd_epi16(even, pair_at(q->v));
+    return acc + (i32)_mm256_madd_epi16(odd, pair_at(q->v + 2));
   }
 };
 }  // namespace

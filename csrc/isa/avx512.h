@@ -27,13 +27,21 @@ struct Isa_avx512 : Lanes<16> {
     _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(r));
   }
   KT_OP void store_a(A* p, const bf16* src) { *(f32*)p = load_bf16(src); }
-  KT_OP void lut4(const bf16* table, u32 x, u32 (&out)[4]) {
-    // vpermw reads the low 5 bits of an index; the table is held twice, so bit 4 does not matter
-    __m512i t = _mm512_loadu_si512(table);
-    out[0] = (u32)_mm512_permutexvar_epi16((__m512i)x, t);
-    out[1] = (u32)_mm512_permutexvar_epi16((__m512i)(x >> 8), t);
-    out[2] = (u32)_mm512_permutexvar_epi16((__m512i)(x >> 4), t);
-    out[3] = (u32)_mm512_permutexvar_epi16((__m512i)(x >> 12), t);
+
+  // int8 domain without VNNI: see avx2.h.
+  struct Quad {
+    int16_t v[4];  // k0 k1 | k2 k3
+  };
+  KT_OP Quad quad(const int8_t* a) { return {{a[0], a[1], a[2], a[3]}}; }
+  KT_OP __m512i pair_at(const int16_t* p) {
+    int x;
+    __builtin_memcpy(&x, p, 4);
+    return _mm512_set1_epi32(x);
+  }
+  KT_OP i32 idot(i32 acc, u32 w, const Quad* q) {
+    __m512i even = (__m512i)(w & 0x00ff00ffu), odd = (__m512i)(w >> 8 & 0x00ff00ffu);
+    acc += (i32)_mm512_madd_epi16(even, pair_at(q->v));
+    return acc + (i32)_mm512_madd_epi16(odd, pair_at(q->v + 2));
   }
 };
 }  // namespace

@@ -1,12 +1,28 @@
-// flags: -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512bf16 -mfma
-// cpu: avx512f avx512bw avx512vl avx512dq avx512_bf16 fma
+// flags: -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vnni -mavx512vbmi -mavx512bf16 -mfma
+// cpu: avx512f avx512bw avx512vl avx512dq avx512_vnni avx512_vbmi avx512_bf16 fma
 // vdpbf16ps: a bf16 pair per lane and instruction, fp32 accumulation (subnormals count as zero).
+// Decodes codes to bf16 by table: byte tables of 128 entries need VBMI (all but Cooper Lake have
+// it, which gets avx512_vnni).
 #pragma once
-#include "isa/avx512.h"
+#include "isa/avx512_vnni.h"
 
 namespace kt {
 namespace {
-struct Isa_avx512_bf16 : Isa_avx512 {
+// The bytes of bf16(0 .. 127): high and low.
+struct Bf16Bytes {
+  uint8_t high[128], low[128];
+  constexpr Bf16Bytes() : high(), low() {
+    for (int v = 1; v < 128; ++v) {
+      int e = 0;
+      while (v >> (e + 1)) ++e;
+      int bits = (127 + e) << 7 | ((v << (7 - e)) & 0x7f);
+      high[v] = uint8_t(bits >> 8), low[v] = uint8_t(bits & 255);
+    }
+  }
+};
+alignas(64) constexpr Bf16Bytes kBf16Bytes;
+
+struct Isa_avx512_bf16 : Isa_avx512_vnni {
   static constexpr const char* name = "avx512_bf16";
   using A = bf16;
   struct B {
@@ -15,6 +31,31 @@ struct Isa_avx512_bf16 : Isa_avx512 {
   KT_OP void store_a(A* p, const bf16* src) { __builtin_memcpy(p, src, 32); }
   KT_OP A a_of(bf16 x) { return x; }
   KT_OP B line(u32 pair) { return {pair}; }
+  KT_OP u32 pair_of(const B& b) { return b.pair; }
+  KT_OP f32 lo_of(const B& b) { return lo(b.pair); }
+  KT_OP f32 hi_of(const B& b) { return hi(b.pair); }
+
+  KT_OP void int8_pairs(u32 x, B (&out)[2]) {
+    const __m512i h0 = _mm512_load_si512(kBf16Bytes.high),
+                  h1 = _mm512_load_si512(kBf16Bytes.high + 64);
+    const __m512i l0 = _mm512_load_si512(kBf16Bytes.low),
+                  l1 = _mm512_load_si512(kBf16Bytes.low + 64);
+    __m512i v = (__m512i)x, mag = _mm512_abs_epi8(v);
+    __m512i high = _mm512_permutex2var_epi8(h0, mag, h1),
+            low = _mm512_permutex2var_epi8(l0, mag, l1);
+    const __m512i sign = _mm512_set1_epi8(char(0x80)), even = _mm512_set1_epi16(0x00ff);
+    high = _mm512_ternarylogic_epi32(high, v, sign, 0xf8);  // high | (v & sign)
+    out[0].pair = (u32)_mm512_ternarylogic_epi32(_mm512_slli_epi16(high, 8), low, even, 0xf8);
+    out[1].pair = (u32)_mm512_ternarylogic_epi32(even, high, _mm512_srli_epi16(low, 8), 0xae);
+  }
+  KT_OP void int4_pairs(u32 x, const bf16* table, B (&out)[4]) {
+    // vpermw reads the low 5 bits of an index; the table is held twice, so bit 4 does not matter
+    const __m512i t = _mm512_loadu_si512(table);
+    out[0].pair = (u32)_mm512_permutexvar_epi16((__m512i)x, t);
+    out[1].pair = (u32)_mm512_permutexvar_epi16((__m512i)(x >> 8), t);
+    out[2].pair = (u32)_mm512_permutexvar_epi16((__m512i)(x >> 4), t);
+    out[3].pair = (u32)_mm512_permutexvar_epi16((__m512i)(x >> 12), t);
+  }
   KT_OP f32 dot(f32 c, const A* a, const B& b, auto) {
     uint32_t pair;
     __builtin_memcpy(&pair, a, 4);
