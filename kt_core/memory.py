@@ -72,10 +72,12 @@ def check(plan: MemoryPlan, bounds: list[Limit], what: str) -> None:
     for bound in bounds:
         needed = plan.resident + (plan.mapped if bound.address_space else 0)
         if needed > bound.available:
+            maps = f", {plan.mapped:,} mapped files" if bound.address_space else ""
             raise MemoryError(
                 f"loading {what} needs {needed:,} bytes ({plan.experts:,} packed experts, "
                 f"{plan.other:,} other weights, "
-                f"{plan.staging:,} while loading) but {bound.name} leaves {bound.available:,}; "
+                f"{plan.staging:,} while loading{maps}) but {bound.name} leaves "
+                f"{bound.available:,}; "
                 "choose a smaller format (int8, int4) or raise the limit"
             )
 
