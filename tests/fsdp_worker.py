@@ -7,6 +7,7 @@ Arguments: engine, model directory, adapter directory, output directory.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -109,3 +110,7 @@ def main(engine: str, path: str, adapter: str, out: str) -> None:
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
+    # All is done and written. Under load, interpreter exit with torch 2.13's gloo sometimes ends in
+    # "terminate called without an active exception"; our pool has no threads here (KT_THREADS=1).
+    sys.stdout.flush()
+    os._exit(0)
