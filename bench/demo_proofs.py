@@ -109,7 +109,9 @@ def steps() -> dict[str, Any]:
     losses = {}
     for name, model in (("ours", ours), ("reference", reference)):
         model.train()
-        optimizer = torch.optim.AdamW(list(cases.trained(model).values()), lr=7e-4)
+        # the demo's rate and warm-up
+        optimizer = torch.optim.AdamW(list(cases.trained(model).values()), lr=6e-4)
+        warmup = torch.optim.lr_scheduler.LinearLR(optimizer, 1 / 15, total_iters=14)
         mine = losses[name] = []
         for step in range(STEPS):
             rows = ids[step * BATCH : (step + 1) * BATCH]
@@ -122,6 +124,7 @@ def steps() -> dict[str, Any]:
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
+            warmup.step()
             mine.append(float(loss.detach()))
             print(name, step, f"{mine[-1]:.4f}", flush=True)
     pairs = list(zip(losses["ours"], losses["reference"], strict=True))
