@@ -33,7 +33,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "stock": {
         "use_kt": False,
         "lora_target": "q_proj,k_proj,v_proj,o_proj,w1,w2,w3",
-        "max_steps": 4,  # about a minute each
+        "max_steps": 2,  # they take long
     },
 }
 
