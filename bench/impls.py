@@ -69,7 +69,7 @@ class Ours:
         from kt_core import runtime
 
         runtime.force_isa(self.isa)
-        out, _ = self.layer.forward(b.x, b.index, b.weights, compute=self.compute)
+        out, _ = self.layer.forward(b.x, b.index, b.weights, self.lora, compute=self.compute)
         return out
 
     def step(self, b: Batch) -> None:

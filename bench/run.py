@@ -14,7 +14,6 @@ import json
 import os
 import statistics
 import sys
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,13 +25,13 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import layer_reference
 import machine
 import plot
 from impls import Ours, Transformers, seeded_weights
 from rivals import KtKernel, Spec, local_seconds
 from workloads import (
     SHAPES,
-    Batch,
     Shape,
     batch,
     forward_flops,
@@ -49,27 +48,21 @@ ROUNDS, BUDGET = 7, 4.0  # rounds of all contestants; seconds per contestant and
 DRAWS = 48  # batches in rotation: experts redrawn, so that decode reads weights from DRAM
 
 
-def reference(shape: Shape, b: Batch, weight: Callable[[int, str], Tensor]) -> Tensor:
-    """fp32 forward of tests/reference.py's definition, expert by expert."""
-    out = torch.zeros(b.x.shape, dtype=torch.float32)
-    x = b.x.float()
-    for e in b.index.unique().tolist():
-        token, slot = torch.nonzero(b.index == e, as_tuple=True)
-        rows = x[token]
-        h = torch.nn.functional.silu(rows @ weight(e, "gate").T) * (rows @ weight(e, "up").T)
-        out.index_add_(0, token, (h @ weight(e, "down").T) * b.weights[token, slot, None])
-    return out
-
-
 def relative_error(impl: Any, shape: Shape) -> float:
     """Of a forward of 32 tokens, against the weights as this contestant holds them."""
     b = batch(shape, 32, seed=77)
-    if isinstance(impl, Ours):
-        ref = reference(shape, b, impl.layer.get)
-    else:
-        names = ("gate", "up", "down")
-        ref = reference(shape, b, lambda e, p: seeded_weights(shape, e)[names.index(p)].float())
-    return float((impl.forward(b).float() - ref).norm() / ref.norm())
+
+    def weights(e: int) -> tuple[Tensor, Tensor, Tensor]:
+        if not isinstance(impl, Ours):
+            return seeded_weights(shape, e)
+        gate, up, down = (impl.layer.get(e, p) for p in ("gate", "up", "down"))
+        return gate, up, down
+
+    # PEFT's own LoRA starts with B = 0: its forward is the base's
+    lora = (impl.lora.a, impl.lora.b) if isinstance(impl, Ours) and impl.lora else None
+    return layer_reference.relative_error(
+        impl.forward(b), layer_reference.forward(b.x, b, weights, lora)
+    )
 
 
 def measure(
@@ -258,8 +251,6 @@ class Bench:
         """Nobody is timed for a wrong answer."""
         if isinstance(impl, KtKernel):
             error = float(impl.relative_error())
-        elif impl.rank:
-            error = 0.0
         else:
             error = relative_error(impl, shape)
         bar = 0.03 if isinstance(impl, KtKernel) else 0.02 if domain == "int8" else 0.01
