@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 
+from kt_core import memory
 from kt_sft import config as settings
 from kt_sft.config import KTConfig
 
@@ -118,6 +119,8 @@ def adapt_parser(module: Any) -> None:
             _print_sentences()
             _show_log(training_args)
             check_run(model_args, training_args, finetuning_args)
+            if not torch.accelerator.is_available():
+                memory.return_freed_tensors()
         else:
             _check_unused(model_args)
         return parsed

@@ -253,3 +253,40 @@ def test_peak_of_anonymous_memory_at_600_mb(format, tmp_path):
     assert found["peak"] < sum(found["layers"]) + found["other"] + layer + SLACK
     stock = run(PEAK, tmp_path / "model", tmp_path / "warm", "", "stock")
     assert stock["peak"] > 600e6 > 1.5 * found["peak"] or format == "int8"
+
+
+_HEAP = """
+import ctypes, sys
+from pathlib import Path
+from kt_core import memory
+c = ctypes.CDLL(None)
+c.malloc.restype, c.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+c.free.argtypes = [ctypes.c_void_p]
+def anonymous():
+    fields = (line.split() for line in Path("/proc/self/status").read_text().splitlines())
+    return next(int(f[1]) for f in fields if f[0] == "RssAnon:") * 1024
+if sys.argv[1] == "set":
+    assert memory.return_freed_tensors()
+c.free(c.malloc(32 << 20))  # glibc's own threshold is now 32 MiB
+blocks = [c.malloc(400_000) for _ in range(256)]
+for block in blocks:
+    ctypes.memset(block, 1, 400_000)
+before = anonymous()
+for block in blocks[:-1]:  # the last lives, above them all in the heap
+    c.free(block)
+print(before - anonymous())
+"""
+
+
+@pytest.mark.parametrize("mode, returned", [("set", True), ("left", False)])
+def test_freed_tensors_go_back_to_the_system(mode, returned):
+    """100 MB of freed blocks below one that lives: with glibc's own threshold they would stay."""
+    out = subprocess.run(
+        [sys.executable, "-c", _HEAP, mode], check=True, capture_output=True, text=True
+    )
+    assert (int(out.stdout) > 90_000_000) == returned
+
+
+def test_a_chosen_malloc_setting_is_kept(monkeypatch):
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "4194304")
+    assert not memory.return_freed_tensors()
