@@ -267,7 +267,7 @@ def anonymous():
     return next(int(f[1]) for f in fields if f[0] == "RssAnon:") * 1024
 if sys.argv[1] == "set":
     assert memory.return_freed_tensors()
-c.free(c.malloc(32 << 20))  # glibc's own threshold is now 32 MiB
+c.free(c.malloc(16 << 20))  # glibc now keeps blocks of up to 16 MiB
 blocks = [c.malloc(400_000) for _ in range(256)]
 for block in blocks:
     ctypes.memset(block, 1, 400_000)
