@@ -6,6 +6,7 @@ A contestant is a class with `name`, `prepare(shape, weights)`, and `forward(bat
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -39,31 +40,41 @@ def lora_factors(shape: Shape, rank: int) -> tuple[dict[str, Tensor], dict[str, 
 
 
 class Ours:
-    """kt_core.experts.Experts in one weight format, one tier."""
+    """kt_core.experts.Experts in one weight format, one compute domain, one tier."""
 
     name = "ours"
 
-    def __init__(self, format: str, rank: int = 0, compute: str = "bf16") -> None:
-        self.format, self.rank, self.compute = format, rank, compute
+    def __init__(self, format: str, group: int) -> None:
+        self.format, self.group, self.rank = format, group, 0
+        self.compute = "bf16"
         self.isa: str | None = None  # None: the best tier
         self.lora: Any = None
 
-    def twin(self, compute: str, isa: str | None = None) -> Ours:
-        """The same layer in another compute domain or on another tier."""
-        other = Ours(self.format, self.rank, compute)
-        other.layer, other.lora, other.isa = self.layer, self.lora, isa
+    def twin(self, compute: str = "bf16", isa: str | None = None, rank: int = 0) -> Ours:
+        """The same packed layer in another compute domain, on another tier, with expert LoRA."""
+        from kt_core.experts import Lora
+
+        other = Ours(self.format, self.group)
+        other.layer, other.shape, other.compute, other.isa = self.layer, self.shape, compute, isa
+        if rank:
+            other.rank, other.lora = rank, Lora(*lora_factors(self.shape, rank), 1.0)
         return other
 
     def prepare(self, shape: Shape, weights: Weights) -> None:
-        from kt_core.experts import Experts, Lora
+        from kt_core.experts import Experts
 
-        self.layer = Experts(shape.experts, shape.hidden, shape.intermediate, format=self.format)
+        self.shape = shape
+        self.layer = Experts(
+            shape.experts, shape.hidden, shape.intermediate, format=self.format, group=self.group
+        )
         for e in range(shape.experts):
             for projection, w in zip(("gate", "up", "down"), weights(shape, e), strict=True):
                 self.layer.put(e, projection, w)
-        if self.rank:
-            a, b = lora_factors(shape, self.rank)
-            self.lora = Lora(a, b, 1.0)
+
+    def expert(self, e: int) -> tuple[Tensor, Tensor, Tensor]:
+        """gate, up, down of one expert as fp32: the values its codes stand for."""
+        gate, up, down = (self.layer.get(e, p) for p in ("gate", "up", "down"))
+        return gate, up, down
 
     def forward(self, b: Batch) -> Tensor:
         from kt_core import runtime
@@ -72,9 +83,13 @@ class Ours:
         out, _ = self.layer.forward(b.x, b.index, b.weights, self.lora, compute=self.compute)
         return out
 
-    def step(self, b: Batch) -> None:
+    def step(self, b: Batch) -> Tensor:
+        """Forward and backward with all gradients; returns that of x."""
+        from kt_core import runtime
+
+        runtime.force_isa(self.isa)
         _, saved = self.layer.forward(b.x, b.index, b.weights, self.lora, save=True)
-        self.layer.backward(b.dy, b.x, b.index, b.weights, self.lora, saved)
+        return self.layer.backward(b.dy, b.x, b.index, b.weights, self.lora, saved).dx
 
 
 class Transformers:
@@ -123,7 +138,42 @@ class Transformers:
         with torch.no_grad():
             return self.module(b.x, b.index, b.weights.bfloat16())
 
-    def step(self, b: Batch) -> None:
+    def step(self, b: Batch) -> Tensor:
+        """Forward and backward with all gradients; returns that of x."""
         x = b.x.clone().requires_grad_()
         self.module(x, b.index, b.weights.bfloat16()).backward(b.dy)
         self.module.zero_grad()
+        assert x.grad is not None
+        return x.grad
+
+
+class TorchInt8:
+    """torch's own int8: a dynamically quantized nn.Linear per projection and expert, on oneDNN."""
+
+    name = "torch_onednn_int8"
+
+    def prepare(self, shape: Shape, weights: Weights) -> None:
+        quant = torch.ao.quantization
+        torch.backends.quantized.engine = "onednn"
+        config = {nn.Linear: quant.per_channel_dynamic_qconfig}
+
+        def quantized(w: Tensor) -> Any:
+            linear = nn.Linear(w.shape[1], w.shape[0], bias=False)
+            linear.weight = nn.Parameter(w.float(), requires_grad=False)
+            with warnings.catch_warnings():  # deprecated in favour of torchao: still what ships
+                warnings.simplefilter("ignore")
+                return quant.quantize_dynamic(nn.Sequential(linear), config)[0]
+
+        self.experts = [[quantized(w) for w in weights(shape, e)] for e in range(shape.experts)]
+
+    def forward(self, b: Batch) -> Tensor:
+        x = b.x.float()
+        total = torch.zeros_like(x)
+        with torch.no_grad():
+            for e in b.index.unique().tolist():
+                token, slot = torch.nonzero(b.index == e, as_tuple=True)
+                gate, up, down = self.experts[e]
+                rows = x[token]
+                h = nn.functional.silu(gate(rows)) * up(rows)
+                total.index_add_(0, token, down(h) * b.weights[token, slot, None])
+        return total

@@ -24,7 +24,9 @@ SHAPES = {
     "Q": Shape("Q", 128, 8, 2048, 768),
     "D": Shape("D", 16, 8, 7168, 2048),
 }
-BITS = {"bf16": 16.0, "int8": 8.125, "int4": 4.5}
+CODE_BITS = {"bf16": 16, "int8": 8, "int4": 4}
+# (format, weights per scale) as we keep them; the first of a format is its default
+VARIANTS = (("bf16", 0), ("int8", 128), ("int4", 32), ("int4", 128))
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,8 @@ def lora_flops(s: Shape, tokens: int, rank: int) -> float:
     return 18.0 * tokens * s.top_k * rank * (s.hidden + s.intermediate)
 
 
-def weight_bytes(s: Shape, format: str, hit: int) -> float:
-    """Bytes of the experts a batch touches."""
-    return hit * 3.0 * s.hidden * s.intermediate * BITS[format] / 8
+def weight_bytes(s: Shape, format: str, group: int, hit: float) -> float:
+    """Bytes of the experts a batch touches: codes and a bf16 scale per `group` weights of a channel
+    (0: per channel, which is not counted)."""
+    bits = CODE_BITS[format] + (16 / group if group else 0)
+    return hit * 3.0 * s.hidden * s.intermediate * bits / 8

@@ -22,8 +22,10 @@ constexpr int64_t kBlock =
 constexpr int64_t kCols =
     32;  // columns of the fp32 scratch C that every matmul call fills: two panels
 constexpr int64_t kRowBlock =
-    192;                        // rows per matmul call: 192 x 2048 bf16 (768 KB) stay in a 1 MB L2
-constexpr int64_t kAlign = 64;  // a cache line
+    192;  // rows per matmul call: 192 x 2048 bf16 (768 KB) stay in a 1 MB L2
+constexpr int64_t kWaveRows = 4096;  // assignments per wave (route.h): 32 rows of each of 128
+                                     // experts; h, dgate and dup of 768 values are then 19 MB
+constexpr int64_t kAlign = 64;       // a cache line
 
 enum class DType : int { kBf16 = 0, kF16 = 1, kF32 = 2 };
 

@@ -91,10 +91,9 @@ void router_grad(const Plan& p, const Work& k, float* dw) {
   }
 }
 
-// Columns [u0, u1) x 32 of dX: experts in ascending order, gate before up.
+// Columns [u0, u1) x 32 of dX, added to acc: experts in ascending order, gate before up.
 void dx_columns(const Plan& p, const Work& k, int w, int64_t u0, int64_t u1, float* acc) {
   const int64_t ld = (u1 - u0) * kCols, count = panels(p.l.hidden);
-  std::fill(acc, acc + p.batch.tokens * ld, 0.f);
   for (int64_t e = 0; e < p.route.active(); ++e)
     row_blocks(p.route.start[size_t(e)], p.route.start[size_t(e) + 1], [&](int64_t i, int64_t m) {
       const bf16* d[2] = {k.dgate, k.dup};
@@ -125,15 +124,16 @@ void dx_columns(const Plan& p, const Work& k, int w, int64_t u0, int64_t u1, flo
 }
 
 void dx_stage(const Plan& p, const Work& k, float* dx) {
+  const float* before = p.route.first_row ? dx : nullptr;
   const int64_t H = p.l.hidden, units = (H + kCols - 1) / kCols,
                 step = min64(8, units_per_task(units, 1));
   parallel((units + step - 1) / step, [&](int64_t task, int w) {
     const int64_t u0 = task * step, u1 = min64(units, u0 + step), ld = (u1 - u0) * kCols;
     auto* acc = (float*)scratch(w, kAcc, p.batch.tokens * ld * 4);
     p.weights.calls->fetch_add(1, std::memory_order_relaxed);
+    begin_columns(acc, p.batch.tokens, ld, before, H, u0 * kCols);
     dx_columns(p, k, w, u0, u1, acc);
-    for (int64_t r = 0; r < p.batch.tokens; ++r)
-      std::copy_n(acc + r * ld, min64(ld, H - u0 * kCols), dx + r * H + u0 * kCols);
+    end_columns(acc, p.batch.tokens, ld, dx, H, u0 * kCols);
   });
 }
 
@@ -197,29 +197,33 @@ void lora_grads(const Plan& p, const Work& k, const Grads& g) {
           {q, k.t[q], dout[q], down ? p.l.hidden : p.ip, p.l.rows(q), down, false, true, g.db[q]});
   }
   const int64_t n = int64_t(jobs.size());
-  std::vector<char> hit(size_t(p.l.experts), 0);
-  for (int32_t e : p.route.expert) hit[size_t(e)] = 1;
-  parallel(n * p.l.experts, [&](int64_t i, int) {
-    const LowRankGrad& j = jobs[size_t(i % n)];
-    const int64_t e = i / n, size = p.lora.r[j.proj] * j.width;
-    if (!hit[size_t(e)]) std::fill_n(j.out + e * size, size, 0.f);
-  });
   parallel(n * p.route.active(),
            [&](int64_t i, int w) { low_rank_grad(p, w, i / n, jobs[size_t(i % n)]); });
 }
 
-}  // namespace
+// LoRA gradients of experts that no token chose are zero.
+void clear_unused(const Layer& l, const Lora& lora, const Grads& g, const Routing& routing) {
+  std::vector<char> hit(size_t(l.experts), 0);
+  for (int32_t e : routing.expert) hit[size_t(e)] = 1;
+  for (int q = 0; q < 3; ++q)
+    for (int64_t e = 0; e < l.experts; ++e) {
+      if (hit[size_t(e)]) continue;
+      const int64_t a = lora.r[q] * l.cols(q), b = lora.r[q] * l.rows(q);
+      if (g.da[q]) std::fill_n(g.da[q] + e * a, a, 0.f);
+      if (g.db[q]) std::fill_n(g.db[q] + e * b, b, 0.f);
+    }
+}
 
-void moe_backward(const Layer& l, const Batch& b, const Lora& lora, const bf16* dy,
-                  const bf16* saved, const Grads& g) {
-  Entry lock;
-  Plan p(l, b, lora);
+template <class F>
+void per_expert(const Plan& p, F f) {
+  parallel(p.route.active(), [&](int64_t e, int w) { f(e, w); });
+}
+
+// One wave: `saved` its rows of gate and up, or null.
+void backward_wave(Plan& p, const bf16* dy, const bf16* saved, const Grads& g, bool want_lora) {
+  const Layer& l = p.l;
+  const Lora& lora = p.lora;
   const int64_t rows = p.route.rows();
-  const bool want_lora = [&] {
-    for (int q = 0; q < 3; ++q)
-      if (lora.r[q] && (g.da[q] || g.db[q])) return true;
-    return false;
-  }();
   Work k{dy,
          saved,
          {},
@@ -232,7 +236,7 @@ void moe_backward(const Layer& l, const Batch& b, const Lora& lora, const bf16* 
   if (lora.any()) p.pack_factors(saved == nullptr, true);
   if (!saved) {
     bf16* again = p.shared(kSaved, rows, 2 * l.intermediate);
-    p.gate_up(false, nullptr, again);
+    p.gate_up(nullptr, nullptr, again);
     k.saved = again;
   }
   if (want_lora && lora.r[kDown]) k.h = p.shared(kH, rows, p.ip);
@@ -244,10 +248,9 @@ void moe_backward(const Layer& l, const Batch& b, const Lora& lora, const bf16* 
       if (want_lora) t[q] = p.shared(ts[q], rows, p.rp[q]);
       k.t[q] = t[q];
     }
-  auto per_expert = [&](auto f) { parallel(p.route.active(), [&](int64_t e, int w) { f(e, w); }); };
   if (lora.r[kDown]) {
     if (want_lora) k.gw = p.shared(kDownW, rows, p.rp[kDown]);
-    per_expert([&](int64_t e, int w) {
+    per_expert(p, [&](int64_t e, int w) {
       low_rank_out(p, w, e, kDown, dy, l.hidden, true, k.g[kDown], k.gw);
     });
   }
@@ -255,18 +258,34 @@ void moe_backward(const Layer& l, const Batch& b, const Lora& lora, const bf16* 
   if (g.dw) router_grad(p, k, g.dw);
   for (int q : {kGate, kUp})
     if (lora.r[q])
-      per_expert([&](int64_t e, int w) {
+      per_expert(p, [&](int64_t e, int w) {
         low_rank_out(p, w, e, q, q == kGate ? k.dgate : k.dup, p.ip, false, k.g[q], nullptr);
       });
   if (g.dx) dx_stage(p, k, g.dx);
   if (!want_lora) return;
   for (int q = 0; q < 3; ++q)
     if (lora.r[q])
-      per_expert([&](int64_t e, int w) {
-        p.low_rank_in(w, e, q, q == kDown ? k.h : b.x, q == kDown ? p.ip : l.hidden, q != kDown,
-                      q == kDown, t[q]);
+      per_expert(p, [&](int64_t e, int w) {
+        p.low_rank_in(w, e, q, q == kDown ? k.h : p.batch.x, q == kDown ? p.ip : l.hidden,
+                      q != kDown, q == kDown, t[q]);
       });
   lora_grads(p, k, g);
+}
+
+}  // namespace
+
+void moe_backward(const Layer& l, const Batch& b, const Lora& lora, const bf16* dy,
+                  const bf16* saved, const Grads& g) {
+  Entry lock;
+  const Routing routing = make_route(b.tokens, b.top_k, l.experts, b.index, b.weight);
+  bool want_lora = false;
+  for (int q = 0; q < 3; ++q) want_lora |= lora.r[q] && (g.da[q] || g.db[q]);
+  if (want_lora) clear_unused(l, lora, g, routing);
+  for (Route& wave : routing.waves(kWaveRows)) {
+    const int64_t first = wave.first_row;
+    Plan p(l, b, lora, std::move(wave));
+    backward_wave(p, dy, saved ? saved + first * 2 * l.intermediate : nullptr, g, want_lora);
+  }
 }
 
 }  // namespace kt

@@ -37,7 +37,7 @@ void unpack_matrix(const Layer& l, int64_t expert, int projection, float* out) {
            [&](int64_t p, int) { k.unpack(w, p, out + p * kPanel * w.shape.k); });
 }
 
-Plan::Plan(const Layer& layer, const Batch& b, const Lora& lo)
+Plan::Plan(const Layer& layer, const Batch& b, const Lora& lo, Route wave)
     : l(layer),
       batch(b),
       lora(lo),
@@ -45,7 +45,7 @@ Plan::Plan(const Layer& layer, const Batch& b, const Lora& lo)
       plain(find_kernel("bf16")),
       k(*weights.kernel),
       kb(*plain.kernel),
-      route(make_route(b.tokens, b.top_k, layer.experts, b.index, b.weight)),
+      route(std::move(wave)),
       hp(round_up(layer.hidden, kBlock)),
       ip(round_up(layer.intermediate, kBlock)) {
   for (int p = 0; p < 3; ++p) rp[p] = transient_shape(0, lo.r[p]).kp;
@@ -199,7 +199,7 @@ void Plan::base_nt(int w, const BaseRows& a, const Packed* const* weight, const 
   k.nt(a.plain, weight, panel, count, false, c, panels(w));
 }
 
-void Plan::gate_up(bool int8, bf16* h, bf16* saved) {
+void Plan::gate_up(const Quantized* x, bf16* h, bf16* saved) {
   const bool need_low_rank = lora.r[kGate] || lora.r[kUp];
   bf16* t[2] = {};
   for (int p : {kGate, kUp})
@@ -209,8 +209,6 @@ void Plan::gate_up(bool int8, bf16* h, bf16* saved) {
       int p = int(i % 2);
       if (lora.r[p]) low_rank_in(w, i / 2, p, batch.x, l.hidden, true, false, t[p]);
     });
-  Quantized codes{};
-  if (int8) codes = quantize(kXCodes, kGate, batch.x, l.hidden, batch.tokens);
   const int64_t I = l.intermediate, count = kt::panels(I),
                 step = units_per_task(count, route.active());
   const int64_t per_expert = (count + step - 1) / step;
@@ -224,8 +222,8 @@ void Plan::gate_up(bool int8, bf16* h, bf16* saved) {
     row_blocks(route.start[size_t(e)], route.start[size_t(e) + 1], [&](int64_t i, int64_t m) {
       const int32_t* ids = route.token.data() + i;
       const BaseRows a =
-          int8 ? BaseRows{true, {}, quantized_rows(w, codes, ids, i, m)}
-               : BaseRows{false, rows_of(w, kRows, batch.x, l.hidden, ids, m, l.hidden, hp), {}};
+          x ? BaseRows{true, {}, quantized_rows(w, *x, ids, i, m)}
+            : BaseRows{false, rows_of(w, kRows, batch.x, l.hidden, ids, m, l.hidden, hp), {}};
       for (int64_t p = p0; p < p1; ++p) {
         const int64_t at[2] = {p, p}, cols = min64(kPanel, I - p * kPanel);
         base_nt(w, a, both, at, 2, c(w));

@@ -1,6 +1,7 @@
 // What forward and backward share: the operands of a call, LoRA factors packed for the call, and
 // the stage helpers. Everything here lives for one call only.
 #pragma once
+#include <algorithm>
 #include <vector>
 
 #include "moe.h"
@@ -55,12 +56,12 @@ struct Plan {
   const Lora& lora;
   const KernelEntry &weights, &plain;  // kernels of the stored format and of bf16 (LoRA factors)
   const Kernel &k, &kb;
-  Route route;
+  Route route;                     // the wave this plan is for
   int64_t hp, ip;                  // hidden, intermediate padded to kBlock
   int64_t rp[3];                   // LoRA ranks padded
   std::vector<Factors> factors{};  // [active][3]
 
-  Plan(const Layer& layer, const Batch& b, const Lora& lo);
+  Plan(const Layer& layer, const Batch& b, const Lora& lo, Route wave);
 
   Packed weight(int64_t expert, int projection) const {
     return {matrix_data(l, expert, projection), l.shape(projection)};
@@ -108,9 +109,23 @@ struct Plan {
   void base_nt(int w, const BaseRows& a, const Packed* const* weight, const int64_t* panel,
                int count, float* c) const;
 
-  // Stage 1 for all experts: h and/or saved pre-activations.
-  void gate_up(bool int8, bf16* h, bf16* saved);
+  // Stage 1 for all experts: h and/or saved pre-activations. x: tokens quantized (int8 domain).
+  void gate_up(const Quantized* x, bf16* h, bf16* saved);
 };
+
+// acc [tokens][cols] = columns [col, col + cols) of `from` [tokens][ld], or zero without it: the
+// sum of the waves before this one.
+inline void begin_columns(float* acc, int64_t tokens, int64_t cols, const float* from, int64_t ld,
+                          int64_t col) {
+  if (!from) return (void)std::fill(acc, acc + tokens * cols, 0.f);
+  for (int64_t r = 0; r < tokens; ++r)
+    std::copy_n(from + r * ld + col, min64(cols, ld - col), acc + r * cols);
+}
+inline void end_columns(const float* acc, int64_t tokens, int64_t cols, float* to, int64_t ld,
+                        int64_t col) {
+  for (int64_t r = 0; r < tokens; ++r)
+    std::copy_n(acc + r * cols, min64(cols, ld - col), to + r * ld + col);
+}
 
 // f(block begin, rows) over [begin, end) in blocks of kRowBlock rows.
 template <class F>

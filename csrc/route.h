@@ -1,5 +1,11 @@
-// Counting sort of the (token, slot) assignments by expert.
+// Counting sort of the (token, slot) assignments by expert, and its cut into waves.
+//
+// A wave is as many whole experts as have about `rows` assignments together: forward and backward
+// go through a batch wave by wave, so what they hold between their stages (h, dgate, dup, packed
+// LoRA factors) is bounded whatever the number of tokens. Experts stay in ascending order, so sums
+// over experts have the same bits for any wave size.
 #pragma once
+#include <span>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -8,20 +14,44 @@
 
 namespace kt {
 
-struct Route {
-  std::vector<int32_t> expert;      // experts that got at least one assignment, ascending
-  std::vector<int64_t> start;       // rows of expert[i]: [start[i], start[i + 1])
-  std::vector<int32_t> assignment;  // token * top_k + slot, by expert, then ascending
-  std::vector<int32_t> token;       // row -> token
-  std::vector<float> weight;        // row -> routing weight
+struct Route {                          // one wave
+  std::span<const int32_t> expert;      // experts that got at least one assignment, ascending
+  std::vector<int64_t> start;           // rows of expert[i]: [start[i], start[i + 1])
+  std::span<const int32_t> assignment;  // token * top_k + slot, by expert, then ascending
+  std::span<const int32_t> token;       // row -> token
+  std::span<const float> weight;        // row -> routing weight
+  int64_t first_row;                    // of the wave in the whole batch
 
   int64_t rows() const { return int64_t(token.size()); }
   int64_t active() const { return int64_t(expert.size()); }
 };
 
-inline Route make_route(int64_t tokens, int64_t top_k, int64_t experts, const int64_t* index,
-                        const float* weight) {
-  Route r;
+struct Routing {  // a whole batch; members as in Route
+  std::vector<int32_t> expert;
+  std::vector<int64_t> start;
+  std::vector<int32_t> assignment, token;
+  std::vector<float> weight;
+
+  std::vector<Route> waves(int64_t rows) const {
+    std::vector<Route> out;
+    for (size_t e = 0; e < expert.size();) {
+      size_t end = e + 1;
+      while (end < expert.size() && start[end + 1] - start[e] <= rows) ++end;
+      const size_t at = size_t(start[e]), n = size_t(start[end]) - at;
+      Route r{std::span(expert).subspan(e, end - e), {},
+              std::span(assignment).subspan(at, n),  std::span(token).subspan(at, n),
+              std::span(weight).subspan(at, n),      start[e]};
+      for (size_t i = e; i <= end; ++i) r.start.push_back(start[i] - start[e]);
+      out.push_back(std::move(r));
+      e = end;
+    }
+    return out;
+  }
+};
+
+inline Routing make_route(int64_t tokens, int64_t top_k, int64_t experts, const int64_t* index,
+                          const float* weight) {
+  Routing r;
   const int64_t n = tokens * top_k;
   std::vector<int64_t> at(size_t(experts) + 1, 0);
   for (int64_t i = 0; i < n; ++i) {

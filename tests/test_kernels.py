@@ -60,6 +60,18 @@ def test_long_row_lists_cross_row_blocks(tier, format):
     check_case(make_case(E=2, H=96, I=64, T=401, K=1, format=format))
 
 
+def test_batches_of_several_waves(tier):
+    """6,000 assignments: two waves of experts (kWaveRows) add up in y, dX and the LoRA gradients,
+    also when one expert alone is more than a wave.
+    """
+    case = make_case(E=5, H=64, I=32, T=1500, K=4)
+    check_case(case)
+    check_case(make_case(E=2, H=64, I=32, T=4300, K=1, format="int4"))
+    ref, _ = case.run_reference()
+    out, _ = case.layer.forward(case.x.float(), case.index, case.weights, case.lora, compute="int8")
+    check_close("int8 forward", out, ref, INT8_BAR, element=INT8_ELEMENT_BAR)
+
+
 @pytest.mark.parametrize("format", ["int8", "int4"])
 @pytest.mark.parametrize("group", [32, 64, 128, 0])
 def test_groups(tier, format, group):
