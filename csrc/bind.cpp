@@ -87,6 +87,24 @@ py::list list_kernels() {
   return out;
 }
 
+// None, or the registers as a dict with the names of CpuRegisters.
+void bind_use_cpu(const std::optional<py::dict>& fake) {
+  if (!fake) return use_cpu({});
+  auto u32 = [&](const char* name) { return (*fake)[name].cast<uint32_t>(); };
+  use_cpu(CpuRegisters{u32("leaf1_ecx"), u32("leaf7_ebx"), u32("leaf7_ecx"), u32("leaf7_edx"),
+                       u32("leaf71_eax"), (*fake)["xcr0"].cast<uint64_t>(),
+                       (*fake)["tiles"].cast<bool>()});
+}
+
+py::dict cpu_registers() {
+  const CpuRegisters& c = cpu();
+  py::dict d;
+  d["leaf1_ecx"] = c.leaf1_ecx, d["leaf7_ebx"] = c.leaf7_ebx, d["leaf7_ecx"] = c.leaf7_ecx;
+  d["leaf7_edx"] = c.leaf7_edx, d["leaf71_eax"] = c.leaf71_eax;
+  d["xcr0"] = c.xcr0, d["tiles"] = c.tiles;
+  return d;
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_kt, m) {
@@ -94,6 +112,9 @@ PYBIND11_MODULE(_kt, m) {
   m.def("kernels", &list_kernels);
   m.def("current_isa", &current_isa);
   m.def("force_isa", &force_isa);
+  m.def("cpu_registers", &cpu_registers);
+  m.def("use_cpu", &bind_use_cpu);
+  m.def("tiles_refused", &tiles_refused);
   m.def("allowed_cpus", &allowed_cpus);
   m.def("threads", &threads);
   m.def("set_threads", &set_threads, py::arg("n"), py::arg("oversubscribe") = false);

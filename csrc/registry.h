@@ -4,6 +4,7 @@
 #include <string>
 #include <vector>
 
+#include "cpu.h"
 #include "kernel.h"
 
 namespace kt {
@@ -20,7 +21,8 @@ const std::vector<KernelEntry>& registry();
 std::string current_isa();
 void force_isa(const std::string& name);                    // "" = automatic
 const KernelEntry& find_kernel(const std::string& format);  // in the current tier
-// "avx2 fma" -> names the CPU lacks (empty: usable).
-std::string missing_features(const char* needed);
+// For tests: chooses as on a machine with these registers (none: this one); nothing is forced then.
+// Running a tier that the real CPU lacks dies, unless its instructions are emulated.
+void use_cpu(const std::optional<CpuRegisters>& fake);
 
 }  // namespace kt
