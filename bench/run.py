@@ -67,12 +67,14 @@ def relative_error(impl: Any, shape: Shape, which: str) -> float:
 
 
 def measure(
-    impls: list[Any], which: str, shape: Shape, spec: Spec, repeats: int
+    impls: list[Any], which: str, shape: Shape, spec: Spec, repeats: int, roofs: machine.Roofs
 ) -> list[list[float]]:
-    """Seconds of each contestant, in turns: every round times all of them, so that a slow spell of
-    the machine meets everybody."""
+    """Seconds of each contestant, in turns: every round samples the roofs and times everybody, so
+    that a slow spell of the machine meets all of them."""
     samples: list[list[float]] = [[] for _ in impls]
+    roofs.start()
     for turn in range(ROUNDS):
+        roofs.sample()
         for impl, mine in zip(impls, samples, strict=True):
             if sum(mine) > BUDGET and turn > 2:
                 continue
@@ -97,11 +99,12 @@ class Contestant:
 
 
 class Bench:
-    """Collects rows; `roofs` come from bench/machine.py."""
+    """Collects rows. A row's roofs are the best samples taken between its own."""
 
     def __init__(self, threads: int, peers: bool) -> None:
         self.threads, self.peers = threads, peers
-        self.machine = machine.describe(threads)
+        self.roofs = machine.Roofs(threads)
+        self.machine = machine.describe(threads, self.roofs)
         self.isa = runtime.isa()
         self.rows: list[dict[str, Any]] = []
         self.process = psutil.Process()
@@ -110,7 +113,7 @@ class Bench:
         """The larger of arithmetic and DRAM time. AVX2 has no bf16 or byte products of its own:
         its peak is that of fp32 in the bf16 domain, and twice that in the int8 domain, where
         vpmaddwd multiplies two pairs of 16 bits where an fp32 multiply-add has one."""
-        roofs = self.machine["roofs"]
+        roofs = self.roofs.now
         if isa == "avx2":
             peak = roofs["fp32_avx2_gflops"] * (2 if domain == "int8" else 1)
         elif domain == "int8":
@@ -144,6 +147,7 @@ class Bench:
             "gflops": round(flops / best * 1e-9, 2),
             "gbps": round(bytes_read / best * 1e-9, 2),
             "roof_pct": round(100 * roof / best, 1),
+            "roofs": {key: round(value, 1) for key, value in self.roofs.now.items()},
             "tokens_per_s": round(case["tokens"] / best, 1),
             "rss_mb": round(who.rss_mb, 1),
             "rel_err": who.error,
@@ -166,7 +170,7 @@ class Bench:
         """Times one case for the whole field and adds its rows."""
         train = workload in ("W3", "W4")
         which, repeats = ("step", 1) if train else ("forward", 8 if spec.tokens < 64 else 1)
-        samples = measure([who.impl for who in field], which, shape, spec, repeats)
+        samples = measure([who.impl for who in field], which, shape, spec, repeats, self.roofs)
         batches = [batch(shape, spec.tokens, seed, spec.zipf) for seed in spec.seeds[:8]]
         hit = sum(b.experts_hit for b in batches) / len(batches)
         case = {
@@ -295,7 +299,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     names = set(options.workloads.split(","))
     bench, start = Bench(options.threads, options.peers), time.monotonic()
-    print(json.dumps(bench.machine["roofs"]), "load", bench.machine["load"], flush=True)
+    print("load", bench.machine["load"], flush=True)
     for name in options.shapes.split(","):
         shape = SHAPES[name]
         base = [bench.prepared(shape, Ours(f, g), f, g, "bf16") for f, g in VARIANTS]

@@ -45,11 +45,20 @@ class Batch:
 
 def batch(shape: Shape, tokens: int, seed: int, zipf: float = 0.0) -> Batch:
     """Random inputs; expert e is drawn with probability ~ 1 / (e + 1)**zipf (0: uniform), distinct
-    per token."""
+    per token.
+
+    A few tokens under uniform routing take turns instead: batch `seed` gets the experts after those
+    of batch `seed` - 1 in a fixed random order. So an expert is read again only when all others
+    have been, and a large last-level cache does not pass for memory.
+    """
     g = torch.Generator().manual_seed(seed)
     p = (torch.arange(shape.experts) + 1.0) ** -zipf
     p = p[torch.randperm(shape.experts, generator=g)]
     index = torch.multinomial(p.expand(tokens, -1), shape.top_k, generator=g)
+    picks = tokens * shape.top_k
+    if not zipf and picks <= shape.experts:
+        order = torch.randperm(shape.experts, generator=torch.Generator().manual_seed(0))
+        index = order[(torch.arange(picks) + seed * picks) % shape.experts].view(tokens, -1)
     weights = torch.rand(tokens, shape.top_k, generator=g)
     weights = weights / weights.sum(-1, keepdim=True)
     x = torch.randn(tokens, shape.hidden, generator=g).bfloat16()

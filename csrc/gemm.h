@@ -21,14 +21,15 @@ struct Line {  // one unpacked line of P panels
   typename I::B v[P][kVecs<I>];
 };
 
-// C[i][16 q + ..] (+)= scale x acc.
+// C[i][16 q + ..] (+)= scale x unit x acc.
 template <class I, int M, int P>
-KT_OP void fold(typename I::f32 (&acc)[M][P][kVecs<I>], const bf16* const (&scale)[P], bool set,
-                float* c) {
+KT_OP void fold(typename I::f32 (&acc)[M][P][kVecs<I>], const bf16* const (&scale)[P], float unit,
+                bool set, float* c) {
   using f32 = typename I::f32;
   for (int q = 0; q < P; ++q)
     for (int j = 0; j < kVecs<I>; ++j) {
-      f32 s = scale[q] ? I::load_bf16(scale[q] + j * I::lanes) : I::splat(1.f);
+      f32 s = I::splat(unit);
+      if (scale[q]) s *= I::load_bf16(scale[q] + j * I::lanes);
       for (int i = 0; i < M; ++i) {
         float* p = c + i * kCols + q * kPanel + j * I::lanes;
         f32 base = set ? f32{} : *(f32*)p;
@@ -37,48 +38,72 @@ KT_OP void fold(typename I::f32 (&acc)[M][P][kVecs<I>], const bf16* const (&scal
     }
 }
 
-// `scales[q]`: [groups][16] bf16 or null; `step` pairs per group.
+// Packed bytes that are needed next, two runs of them: every second tile asks for one run, a line
+// per step, so that memory delivers while the tiles multiply. Every 8 lines the address moves by
+// `jump`.
+struct Ahead {
+  const uint8_t* run[2];
+  int64_t jump;
+};
+
+// P of the `width` panels that lie side by side in unpacked lines b.
+// `scales[q]`: [groups][16] bf16 or null, times `unit`; `step` pairs per group.
 template <class I, int M, int P>
-__attribute__((noinline)) void tile(const typename I::A* a, int64_t lda, const Line<I, P>* b,
-                                    const bf16* const* scales, int64_t pairs, int64_t step,
-                                    bool add, float* c) {
+__attribute__((noinline)) void tile(const typename I::A* a, int64_t lda, const typename I::B* b,
+                                    int64_t width, const bf16* const* scales, float unit,
+                                    int64_t pairs, int64_t step, bool add, const uint8_t* ahead,
+                                    int64_t jump, float* c) {
+  constexpr int V = kVecs<I>;
   const typename I::A*
       row[(M + 2) / 3];  // every third row: the two after it are base + ld, base + 2 ld
   for (int i = 0; i < M; i += 3) row[i / 3] = a + i * lda;
   for (int64_t g = 0, p = 0; g < pairs; g += step) {
-    typename I::f32 acc[M][P][kVecs<I>] = {};
-    for (int64_t end = min64(pairs, g + step); p < end; ++p) {
-      Line<I, P> w = b[p];
-      for (int i = 0; i < M; ++i)
+    typename I::f32 acc[M][P][V] = {};
+    for (int64_t end = min64(pairs, g + step); p < end; ++p, b += width * V) {
+      __builtin_prefetch(ahead + (p >> 3) * jump + (p & 7) * kAlign, 0, 2);
+      for (int s = 0; s < I::steps; ++s) {  // so that few weights are in registers at once
+        typename I::Part w[P][V];
         for (int q = 0; q < P; ++q)
-          for (int j = 0; j < kVecs<I>; ++j)
-            acc[i][q][j] = I::dot(acc[i][q][j], row[i / 3] + (i % 3) * lda + 2 * p, w.v[q][j], I{});
+          for (int j = 0; j < V; ++j) w[q][j] = I::part(b[q * V + j], s);
+        for (int i = 0; i < M; ++i)
+          for (int q = 0; q < P; ++q)
+            for (int j = 0; j < V; ++j)
+              acc[i][q][j] =
+                  I::madd(acc[i][q][j], row[i / 3] + (i % 3) * lda + 2 * p, w[q][j], s, I{});
+      }
     }
-    const bf16* s[P];
-    for (int q = 0; q < P; ++q) s[q] = scales[q] ? scales[q] + g / step * kPanel : nullptr;
-    fold<I, M, P>(acc, s, g == 0 && !add, c);
+    const bf16* sc[P];
+    for (int q = 0; q < P; ++q) sc[q] = scales[q] ? scales[q] + g / step * kPanel : nullptr;
+    fold<I, M, P>(acc, sc, unit, g == 0 && !add, c);
   }
 }
 
 template <class I, int P, int M = I::mr>
-KT_OP void tile_rows(int64_t m, const typename I::A* a, int64_t lda, const Line<I, P>* b,
-                     const bf16* const* scales, int64_t pairs, int64_t step, bool add, float* c) {
-  if (m == M) return tile<I, M, P>(a, lda, b, scales, pairs, step, add, c);
-  if constexpr (M > 1) tile_rows<I, P, M - 1>(m, a, lda, b, scales, pairs, step, add, c);
+KT_OP void tile_rows(int64_t m, const typename I::A* a, int64_t lda, const typename I::B* b,
+                     int64_t width, const bf16* const* scales, float unit, int64_t pairs,
+                     int64_t step, bool add, const uint8_t* ahead, int64_t jump, float* c) {
+  if (m == M)
+    return tile<I, M, P>(a, lda, b, width, scales, unit, pairs, step, add, ahead, jump, c);
+  if constexpr (M > 1)
+    tile_rows<I, P, M - 1>(m, a, lda, b, width, scales, unit, pairs, step, add, ahead, jump, c);
 }
 
 // All rows over unpacked lines, in tiles of nearly equal height.
 template <class I, int P>
-void dense(const Rows& a, const Line<I, P>* b, const bf16* const* scales, int64_t pairs,
-           int64_t step, bool add, float* c) {
+void dense(const Rows& a, const Line<I, P>* b, const bf16* const* scales, float unit, int64_t pairs,
+           int64_t step, bool add, const Ahead& next, float* c) {
   if (!a.m) return;
+  // Panels per tile: accumulators take at most three quarters of the registers.
+  constexpr int N = 4 * I::mr * P * kVecs<I> <= 3 * I::registers ? P : 1;
   int64_t tiles = (a.m + I::mr - 1) / I::mr;
-  for (int64_t t = 0, i = 0; t < tiles; ++t) {
-    int64_t rows = (a.m - i + tiles - t - 1) / (tiles - t);
-    tile_rows<I, P>(rows, (const typename I::A*)a.a + i * a.ld, a.ld, b, scales, pairs, step, add,
-                    c + i * kCols);
-    i += rows;
-  }
+  for (int q = 0; q < P; q += N)
+    for (int64_t t = 0, i = 0; t < tiles; ++t) {
+      int64_t rows = (a.m - i + tiles - t - 1) / (tiles - t);
+      tile_rows<I, N>(rows, (const typename I::A*)a.a + i * a.ld, a.ld, b->v[q], P, scales + q,
+                      unit, pairs, step, add, next.run[t & 1], next.jump,
+                      c + i * kCols + q * kPanel);
+      i += rows;
+    }
 }
 
 template <class I, class F>
@@ -100,16 +125,30 @@ struct Driver {
   }
   KT_OP int64_t group_pairs(const Shape& s) { return (F::scaled ? group_size(s) : s.kp) / 2; }
 
+  // Bytes ahead of the line in use that are asked for: with two streams this reads 8 % more per
+  // second than the hardware's own prefetch (bench/roofs.cpp), and the next panel follows in
+  // memory.
+  static constexpr int64_t kAhead = 2048;
+
   template <int M, int P>
   static __attribute__((noinline)) void few(const A* a, int64_t lda, const uint8_t* const* w,
                                             const bf16* const* scales, int64_t pairs, int64_t step,
                                             bool add, float* c) {
+    // C stays in registers where they suffice: through memory, each group waits for the last one.
+    constexpr bool hold = 4 * M * P * V <= I::registers;
+    f32 total[M][P][V] = {};
+    if (hold && add)
+      for (int i = 0; i < M; ++i)
+        for (int q = 0; q < P; ++q)
+          for (int j = 0; j < V; ++j) total[i][q][j] = *(f32*)(c + i * kCols + q * kPanel + j * L);
     const uint8_t* line[P];
-    for (int q = 0; q < P; ++q) line[q] = w[q];
+    const bf16* scale[P];
+    for (int q = 0; q < P; ++q) line[q] = w[q], scale[q] = scales[q];
     for (int64_t g = 0, p = 0; g < pairs; g += step) {
       f32 acc[M][P][V] = {};
       for (int64_t end = min64(pairs, g + step); p < end; p += F::pairs)
         for (int q = 0; q < P; ++q) {
+          __builtin_prefetch(line[q] + kAhead);
           for (int j = 0; j < V; ++j) {
             typename I::B out[F::pairs];
             F::template decode<I>(*(const u32*)(line[q] + j * L * 4), out);
@@ -119,16 +158,35 @@ struct Driver {
           }
           line[q] += kAlign;
         }
-      const bf16* s[P];
-      for (int q = 0; q < P; ++q) s[q] = scales[q] ? scales[q] + g / step * kPanel : nullptr;
-      fold<I, M, P>(acc, s, g == 0 && !add, c);
+      if constexpr (hold) {
+        for (int q = 0; q < P; ++q)
+          for (int j = 0; j < V; ++j) {
+            f32 s = I::splat(F::template unit<I>);
+            if (F::scaled) s *= I::load_bf16(scale[q] + j * L);
+            for (int i = 0; i < M; ++i) total[i][q][j] = I::fma(s, acc[i][q][j], total[i][q][j]);
+          }
+      } else {
+        fold<I, M, P>(acc, scale, F::template unit<I>, g == 0 && !add, c);
+      }
+      if (F::scaled)
+        for (int q = 0; q < P; ++q) scale[q] += kPanel;
     }
+    if (hold)
+      for (int i = 0; i < M; ++i)
+        for (int q = 0; q < P; ++q)
+          for (int j = 0; j < V; ++j) *(f32*)(c + i * kCols + q * kPanel + j * L) = total[i][q][j];
   }
 
   template <int P, int M = I::few>
   KT_OP void few_rows(const Rows& a, const uint8_t* const* w, const bf16* const* s, int64_t pairs,
                       int64_t step, bool add, float* c) {
-    if (a.m == M) return few<M, P>((const A*)a.a, a.ld, w, s, pairs, step, add, c);
+    if (a.m == M) {
+      if constexpr (2 * M * P * V <= I::registers)
+        return few<M, P>((const A*)a.a, a.ld, w, s, pairs, step, add, c);
+      for (int q = 0; q < P; ++q)  // too many accumulators at once
+        few<M, 1>((const A*)a.a, a.ld, w + q, s + q, pairs, step, add, c + q * kPanel);
+      return;
+    }
     if constexpr (M > 1) few_rows<P, M - 1>(a, w, s, pairs, step, add, c);
   }
 
@@ -153,7 +211,9 @@ struct Driver {
     if (a.m <= I::few) return few_rows<P>(a, data, scale, pairs, step, add, c);
     auto* b = (Line<I, P>*)scratch;
     for (int q = 0; q < P; ++q) unpack<P>(data[q], pairs, q, b);
-    dense<I, P>(a, b, scale, pairs, step, add, c);
+    const int64_t bytes = panel_bytes(w[0]->shape, F::bits, F::scaled);
+    const Ahead next{{data[0] + bytes, data[P - 1] + bytes}, 8 * kAlign};
+    dense<I, P>(a, b, scale, F::template unit<I>, pairs, step, add, next, c);
   }
 
   static void nt(const Rows& a, const Packed* const* w, const int64_t* p, int count, bool add,
@@ -195,7 +255,10 @@ struct Driver {
       const bf16* scale = scales(w, p);
       for (int j = 0; j < V; ++j) {
         u64 v[8];
-        f32 sc = F::scaled ? I::load_bf16(scale + col / group_size(s) * kPanel + j * L) : f32{};
+        f32 sc = {};
+        if (F::scaled)
+          sc = I::load_bf16(scale + col / group_size(s) * kPanel + j * L) *
+               I::splat(F::template unit<I>);
         for (int t = 0; t < 8; t += F::pairs) {
           typename I::B out[F::pairs] = {};
           if (t < have)
@@ -224,7 +287,10 @@ struct Driver {
     unpack_transposed(w, col + kPanel, 1, b);
     const bf16* none[2] = {};
     int64_t pairs = panels(w.shape.n) * kPanel / 2;
-    dense<I, 2>(a, b, none, pairs, pairs, add, c);
+    // A panel gives 8 pairs of n and kCols / (2 F::pairs) lines to these columns and to the next.
+    const uint8_t* after = lines(w, 0) + (col + kCols) / (2 * F::pairs) * kAlign;
+    const Ahead next{{after, after + 8 * kAlign}, panel_bytes(w.shape, F::bits, F::scaled)};
+    dense<I, 2>(a, b, none, 1.f, pairs, pairs, add, next, c);
   }
 
   static void transpose(const bf16* u, int64_t ld, int64_t m, int64_t mp, int64_t r, void* at) {
@@ -259,7 +325,8 @@ struct Driver {
         }
     }
     const bf16* none[2] = {};
-    dense<I, 2>(at, b, none, pairs, pairs, add, c);
+    const Ahead nothing{{(const uint8_t*)v, (const uint8_t*)v}, 0};
+    dense<I, 2>(at, b, none, 1.f, pairs, pairs, add, nothing, c);
   }
 
   static void gather(const bf16* src, int64_t ld, const int32_t* rows, int64_t m, int64_t k,
@@ -332,8 +399,8 @@ struct Driver {
       for (int j = 0; j < V; ++j) {
         typename I::B pair[F::pairs];
         F::template decode<I>(*(const u32*)(line + j * L * 4), pair);
-        f32 sc =
-            F::scaled ? I::load_bf16(scale + k / group_size(s) * kPanel + j * L) : I::splat(1.f);
+        f32 sc = I::splat(F::template unit<I>);
+        if (F::scaled) sc *= I::load_bf16(scale + k / group_size(s) * kPanel + j * L);
         for (int x = 0; x < 2 * F::pairs; ++x) {
           f32 val = (x & 1 ? I::hi_of(pair[x / 2]) : I::lo_of(pair[x / 2])) * sc;
           for (int i = 0; i < L && k + x < s.k; ++i)

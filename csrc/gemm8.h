@@ -60,6 +60,10 @@ struct Driver8 {
       }
   }
 
+  KT_OP i32 idot(i32 acc, u32 bytes, const Quad* q) {
+    if constexpr (F::bias <= 8) return I::idot_small(acc, bytes, q, I{});
+    return I::idot(acc, bytes, q);
+  }
   template <int M, int P>
   KT_OP void begin(i32 (&acc)[M][P][V], const Quantized& a, int64_t g) {
     for (int i = 0; i < M; ++i)
@@ -94,7 +98,7 @@ struct Driver8 {
         for (int i = 0; i < M; ++i)
           for (int q = 0; q < P; ++q)
             for (int j = 0; j < V; ++j)
-              acc[i][q][j] = I::idot(acc[i][q][j], w.v[q][j], row[i / 3] + (i % 3) * a.ld + k);
+              acc[i][q][j] = idot(acc[i][q][j], w.v[q][j], row[i / 3] + (i % 3) * a.ld + k);
       }
       const bf16* s[P];
       for (int q = 0; q < P; ++q) s[q] = scales[q] + g / n.per_scale * kPanel;
@@ -102,27 +106,51 @@ struct Driver8 {
     }
   }
 
+  // As Driver::few. `n.per_scale` groups of a row share a weight scale.
   template <int M, int P>
   static __attribute__((noinline)) void few(const Quantized& a, const uint8_t* const* w,
                                             const bf16* const* scales, int64_t quads,
                                             const Groups& n, float* c) {
+    constexpr bool hold = 4 * M * P * V <= I::registers;
     const Quad* codes = (const Quad*)a.codes;
-    for (int64_t g = 0, k = 0; g < n.count; ++g) {
+    f32 total[M][P][V] = {};
+    const uint8_t* line[P];
+    for (int q = 0; q < P; ++q) line[q] = w[q];
+    for (int64_t g = 0, k = 0, of_scale = 0, scale = 0; g < n.count; ++g) {
       i32 acc[M][P][V];
       begin<M, P>(acc, a, g);
       for (int64_t end = min64(quads, k + n.quads); k < end; k += F::quads)
-        for (int q = 0; q < P; ++q)
+        for (int q = 0; q < P; ++q) {
+          __builtin_prefetch(line[q] + D::kAhead);
           for (int j = 0; j < V; ++j) {
             u32 bytes[F::quads];
-            F::template bytes<I>(*(const u32*)(w[q] + k / F::quads * kAlign + j * L * 4), bytes);
+            F::template bytes<I>(*(const u32*)(line[q] + j * L * 4), bytes);
             for (int t = 0; t < F::quads; ++t)
               for (int i = 0; i < M; ++i)
-                acc[i][q][j] = I::idot(acc[i][q][j], bytes[t], codes + i * a.ld + k + t);
+                acc[i][q][j] = idot(acc[i][q][j], bytes[t], codes + i * a.ld + k + t);
           }
+          line[q] += kAlign;
+        }
       const bf16* s[P];
-      for (int q = 0; q < P; ++q) s[q] = scales[q] + g / n.per_scale * kPanel;
-      fold<M, P>(acc, a, g, s, c);
+      for (int q = 0; q < P; ++q) s[q] = scales[q] + scale;
+      if constexpr (hold) {
+        for (int q = 0; q < P; ++q)
+          for (int j = 0; j < V; ++j) {
+            f32 of = I::load_bf16(s[q] + j * L);
+            for (int i = 0; i < M; ++i) {
+              f32 sum = I::to_float(acc[i][q][j]) * I::splat(a.scale[i * a.groups + g]);
+              total[i][q][j] = I::fma(of, sum, total[i][q][j]);
+            }
+          }
+      } else {
+        fold<M, P>(acc, a, g, s, c);
+      }
+      if (++of_scale == n.per_scale) of_scale = 0, scale += kPanel;
     }
+    if (hold)
+      for (int i = 0; i < M; ++i)
+        for (int q = 0; q < P; ++q)
+          for (int j = 0; j < V; ++j) *(f32*)(c + i * kCols + q * kPanel + j * L) = total[i][q][j];
   }
 
   static Quantized rows_from(const Quantized& a, int64_t i) {
@@ -141,7 +169,11 @@ struct Driver8 {
   template <int P, int M>
   KT_OP void few_rows(const Quantized& a, const uint8_t* const* w, const bf16* const* s,
                       int64_t quads, const Groups& n, float* c) {
-    if (a.m == M) return few<M, P>(a, w, s, quads, n, c);
+    if (a.m == M) {
+      if constexpr (2 * M * P * V <= I::registers) return few<M, P>(a, w, s, quads, n, c);
+      for (int q = 0; q < P; ++q) few<M, 1>(a, w + q, s + q, quads, n, c + q * kPanel);
+      return;
+    }
     if constexpr (M > 1) few_rows<P, M - 1>(a, w, s, quads, n, c);
   }
 

@@ -3,7 +3,7 @@
 // Lanes<N> is a policy over N fp32 lanes written with GCC vector extensions. It is the fp32 way of
 // multiplying bf16 pairs: operand A is fp32 row-major, a B vector holds the low and high halves of
 // a line of pairs as fp32, dot() is two multiply-adds in ascending k. Tiers with bf16 dot products
-// replace A, B, line() and dot().
+// replace A, B, line(), dot() and its steps.
 #pragma once
 #include "kt.h"
 
@@ -30,6 +30,7 @@ KT_VECTORS(16)
 template <int N>
 struct Lanes {
   static constexpr int lanes = N;
+  static constexpr int registers = N == 16 ? 32 : 16;  // of this width
   using f32 = typename Vectors<N>::f32;
   using u32 = typename Vectors<N>::u32;
   using i32 = typename Vectors<N>::i32;
@@ -40,7 +41,12 @@ struct Lanes {
     f32 lo, hi;
   };
 
-  KT_OP f32 splat(float x) { return f32{} + x; }
+  // Lane by lane: `f32{} + x` is a broadcast only after an addition, since 0 + -0 is not -0.
+  KT_OP f32 splat(float x) {
+    f32 r;
+    for (int i = 0; i < N; ++i) r[i] = x;
+    return r;
+  }
   KT_OP f32 fma(f32 a, f32 b, f32 c) { return a * b + c; }
   KT_OP f32 load_bf16(const bf16* p) {
     f32 r;
@@ -68,6 +74,8 @@ struct Lanes {
   KT_OP f32 hi(u32 pair) { return (f32)(pair & 0xffff0000u); }
 
   // -- decoding a line of codes: whole bf16 pairs as B vectors (order of k: panel.h) --------------
+  // A tier may decode codes times a power of two; what undoes it goes into the scales, exactly.
+  static constexpr float int8_unit = 1.f, int4_unit = 1.f;
   KT_OP B line(u32 pair) { return {lo(pair), hi(pair)}; }
   KT_OP u32 pair_of(const B& b) { return (u32)b.lo >> 16 | (u32)b.hi; }  // exact codes only
   KT_OP f32 lo_of(const B& b) { return b.lo; }
@@ -88,9 +96,17 @@ struct Lanes {
     out[3] = {top_nibble(x << 16), top_nibble(x)};
   }
 
+  // One pair takes `steps` multiply-adds; dot() does them all.
+  static constexpr int steps = 2;
+  using Part = f32;
+  KT_OP Part part(const B& b, int step) { return step ? b.hi : b.lo; }
+  KT_OP f32 madd(f32 c, const A* a, const Part& w, int step, auto isa) {
+    using I = decltype(isa);
+    return I::fma(I::splat(a[step]), w, c);
+  }
   KT_OP f32 dot(f32 c, const A* a, const B& b, auto isa) {
     using I = decltype(isa);
-    return I::fma(I::splat(a[1]), b.hi, I::fma(I::splat(a[0]), b.lo, c));
+    return I::madd(I::madd(c, a, b.lo, 0, isa), a, b.hi, 1, isa);
   }
 
   // -- int8 domain --------------------------------------------------------------------------------
@@ -103,6 +119,10 @@ struct Lanes {
   KT_OP i32 idot(i32 acc, u32 w, const Quad* q) {
     for (int i = 0; i < 4; ++i) acc += (i32)(w >> (8 * i) & 0xff) * int32_t(q->v[i]);
     return acc;
+  }
+  // The same for bytes of at most 15: products of two fit 16 bits.
+  KT_OP i32 idot_small(i32 acc, u32 w, const auto* q, auto isa) {
+    return decltype(isa)::idot(acc, w, q);
   }
   KT_OP f32 to_float(i32 x) { return __builtin_convertvector(x, f32); }
 };

@@ -14,6 +14,8 @@ struct Format_bf16 {
   static constexpr int quads = 0;  // no int8 domain: these are not codes
 
   template <class I>
+  static constexpr float unit = 1.f;
+  template <class I>
   KT_OP void decode(typename I::u32 x, typename I::B (&out)[pairs]) {
     out[0] = I::line(x);
   }

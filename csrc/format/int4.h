@@ -22,6 +22,8 @@ struct Format_int4 {
   static constexpr int bias = 8;
 
   template <class I>
+  static constexpr float unit = I::int4_unit;  // decode() gives codes / unit
+  template <class I>
   KT_OP void decode(typename I::u32 x, typename I::B (&out)[pairs]) {
     I::int4_pairs(x, table, out);
   }

@@ -15,6 +15,8 @@ struct Format_int8 {
   static constexpr int bias = 128;  // of the unsigned bytes below
 
   template <class I>
+  static constexpr float unit = I::int8_unit;  // decode() gives codes / unit
+  template <class I>
   KT_OP void decode(typename I::u32 x, typename I::B (&out)[pairs]) {
     I::int8_pairs(x, out);
   }

@@ -14,29 +14,67 @@ struct Isa_avx2 : Lanes<8> {
       6;  // 6 x 2 accumulators + 2 weights + 1 broadcast = 15 of 16 registers (one panel)
   static constexpr int few = 4;
 
+  KT_OP f32 splat(float x) { return (f32)_mm256_set1_ps(x); }
   KT_OP f32 fma(f32 a, f32 b, f32 c) {
     return (f32)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+  }
+  // In asm: gcc otherwise also picks the form that overwrites a factor, and then spills one of the
+  // tile's 15 registers in every step.
+  KT_OP f32 madd(f32 c, const A* a, const Part& w, int step, auto) {
+    asm("vfmadd231ps %1, %2, %0" : "+x"(c) : "x"(w), "x"(splat(a[step])));
+    return c;
   }
   KT_OP f32 load_bf16(const bf16* p) {
     return (f32)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16);
   }
   KT_OP void store_a(A* p, const bf16* src) { *(f32*)p = load_bf16(src); }
 
+  // Codes to fp32: a byte shuffle puts the code at the top of its dword, with zeros below, and the
+  // conversion of that integer is the code times 2^24 (2^28 for a nibble): two instructions, where
+  // shifting down first takes three, all on the two ports that also multiply.
+  static constexpr float int8_unit = 0x1p-24f, int4_unit = 0x1p-28f;
+  template <int N>
+  KT_OP f32 byte_on_top(u32 x) {
+    constexpr char z = char(0x80);
+    const __m256i control =
+        _mm256_setr_epi8(z, z, z, N, z, z, z, N + 4, z, z, z, N + 8, z, z, z, N + 12,  //
+                         z, z, z, N, z, z, z, N + 4, z, z, z, N + 8, z, z, z, N + 12);
+    return (f32)_mm256_cvtepi32_ps(_mm256_shuffle_epi8((__m256i)x, control));
+  }
+  KT_OP f32 top_byte(u32 x) { return __builtin_convertvector((i32)(x & 0xff000000u), f32); }
+  KT_OP void int8_pairs(u32 x, B (&out)[2]) {
+    out[0] = {byte_on_top<0>(x), byte_on_top<2>(x)};
+    out[1] = {byte_on_top<1>(x), top_byte(x)};
+  }
+  KT_OP void int4_pairs(u32 x, const bf16*, B (&out)[4]) {
+    x ^= 0x88888888u;  // two's complement nibbles
+    const u32 high = x & 0xf0f0f0f0u, low = x << 4 & 0xf0f0f0f0u;
+    out[0] = {byte_on_top<0>(low), byte_on_top<2>(low)};
+    out[1] = {byte_on_top<1>(low), top_byte(low)};
+    out[2] = {byte_on_top<0>(high), byte_on_top<2>(high)};
+    out[3] = {byte_on_top<1>(high), top_byte(high)};
+  }
+
   // int8 domain without VNNI: bytes widen to 16 bits, where products and their pair sums are exact
   // (255 * 127 * 2 needs 17 bits, vpmaddwd has 32; vpmaddubsw would saturate).
   struct Quad {
     int16_t v[4];  // k0 k1 | k2 k3
+    int8_t c[4];   // k0 k2 k1 k3, the order of the weight bytes
   };
-  KT_OP Quad quad(const int8_t* a) { return {{a[0], a[1], a[2], a[3]}}; }
-  KT_OP __m256i pair_at(const int16_t* p) {
+  KT_OP Quad quad(const int8_t* a) { return {{a[0], a[1], a[2], a[3]}, {a[0], a[2], a[1], a[3]}}; }
+  KT_OP __m256i dword_at(const void* p) {
     int x;
     __builtin_memcpy(&x, p, 4);
     return _mm256_set1_epi32(x);
   }
   KT_OP i32 idot(i32 acc, u32 w, const Quad* q) {
-    __m256i even = (__m256i)(w & 0x00ff00ffu), odd = (__m256i)(w >> 8 & 0x00ff00ffu);
-    acc += (i32)_mm256_madd_epi16(even, pair_at(q->v));
-    return acc + (i32)_mm256_madd_epi16(odd, pair_at(q->v + 2));
+    __m256i even = (__m256i)(w & 0x00ff00ffu), odd = _mm256_srli_epi16((__m256i)w, 8);
+    acc += (i32)_mm256_madd_epi16(even, dword_at(q->v));
+    return acc + (i32)_mm256_madd_epi16(odd, dword_at(q->v + 2));
+  }
+  KT_OP i32 idot_small(i32 acc, u32 w, const Quad* q, auto) {  // 15 * 127 * 2 fits 16 bits
+    const __m256i sums = _mm256_maddubs_epi16((__m256i)w, dword_at(q->c));
+    return acc + (i32)_mm256_madd_epi16(sums, _mm256_set1_epi16(1));
   }
 };
 }  // namespace

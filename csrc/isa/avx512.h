@@ -13,6 +13,7 @@ struct Isa_avx512 : Lanes<16> {
   static constexpr int mr = 12;  // 12 x 2 accumulators + 2 weights + broadcasts: fits 32 registers
   static constexpr int few = 4;
 
+  KT_OP f32 splat(float x) { return (f32)_mm512_set1_ps(x); }
   KT_OP f32 fma(f32 a, f32 b, f32 c) {
     return (f32)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
   }
@@ -39,7 +40,7 @@ struct Isa_avx512 : Lanes<16> {
     return _mm512_set1_epi32(x);
   }
   KT_OP i32 idot(i32 acc, u32 w, const Quad* q) {
-    __m512i even = (__m512i)(w & 0x00ff00ffu), odd = (__m512i)(w >> 8 & 0x00ff00ffu);
+    __m512i even = (__m512i)(w & 0x00ff00ffu), odd = _mm512_srli_epi16((__m512i)w, 8);
     acc += (i32)_mm512_madd_epi16(even, pair_at(q->v));
     return acc + (i32)_mm512_madd_epi16(odd, pair_at(q->v + 2));
   }

@@ -56,6 +56,10 @@ struct Isa_avx512_bf16 : Isa_avx512_vnni {
     out[2].pair = (u32)_mm512_permutexvar_epi16((__m512i)(x >> 4), t);
     out[3].pair = (u32)_mm512_permutexvar_epi16((__m512i)(x >> 12), t);
   }
+  static constexpr int steps = 1;
+  using Part = B;
+  KT_OP Part part(const B& b, int) { return b; }
+  KT_OP f32 madd(f32 c, const A* a, const B& b, int, auto isa) { return dot(c, a, b, isa); }
   KT_OP f32 dot(f32 c, const A* a, const B& b, auto) {
     uint32_t pair;
     __builtin_memcpy(&pair, a, 4);
