@@ -7,7 +7,7 @@ BIN := .venv/bin
 TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all lint bench bench-peers wheel clean
+.PHONY: help setup demo test test-all test-asan lint bench bench-peers wheel clean
 
 help:  ## list these targets
 	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|' 2>/dev/null \
@@ -24,6 +24,9 @@ test: setup  ## the tests, as CI runs them
 
 test-all: setup  ## the tests, the slow ones too
 	$(TEST)
+
+test-asan: setup  ## the kernel tests with AddressSanitizer and UBSan (g++; a few minutes)
+	$(BIN)/python scripts/test_asan.py
 
 lint: setup  ## ruff, mypy and clang-format, changing nothing
 	$(BIN)/ruff check .

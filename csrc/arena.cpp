@@ -8,10 +8,13 @@
 #include <stdexcept>
 #include <string>
 
+#include "red_zone.h"
+
 namespace kt {
 
 Arena::Arena(int64_t bytes) : bytes_(std::max<int64_t>(bytes, 1)), owner_(getpid()) {
-  data_ = mmap(nullptr, size_t(bytes_), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  data_ = mmap(nullptr, size_t(bytes_ + kRedZone), PROT_READ | PROT_WRITE,
+               MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (data_ == MAP_FAILED)
     throw std::runtime_error(
         "the system refused " + std::to_string(bytes_) +
@@ -19,10 +22,12 @@ Arena::Arena(int64_t bytes) : bytes_(std::max<int64_t>(bytes, 1)), owner_(getpid
   madvise(data_, size_t(bytes_),
           MADV_HUGEPAGE);  // best effort: 8 % more DRAM bandwidth where granted
   madvise(data_, size_t(bytes_), MADV_DONTFORK);  // dataloader workers need no page tables for this
+  limit_access(data_, bytes_, bytes_ + kRedZone);
 }
 
 Arena::~Arena() {
-  if (getpid() == owner_) munmap(data_, size_t(bytes_));
+  limit_access(data_, bytes_ + kRedZone, bytes_ + kRedZone);
+  if (getpid() == owner_) munmap(data_, size_t(bytes_ + kRedZone));
 }
 
 void* Arena::data() const {

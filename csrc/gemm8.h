@@ -48,7 +48,8 @@ struct Driver8 {
         // a row with a NaN or Inf must not come out finite
         float bad = 0;
         for (int64_t k = 0; k < k1 - k0; ++k) bad += v[k] - v[k];
-        const float inv = top > 0 ? 127.f / top : 0.f;
+        float inv = top > 0 ? 127.f / top : 0.f;
+        if (inv - inv != 0) inv = 0;  // subnormal values, or none finite: codes 0, and so their sum
         int32_t sum = 0;
         for (int64_t k = 0; k < k1 - k0; ++k) {
           int32_t c = bad == 0 ? int32_t(__builtin_rintf(v[k] * inv)) : 0;

@@ -22,6 +22,8 @@
 #include <thread>
 #include <vector>
 
+#include "red_zone.h"
+
 namespace kt {
 namespace {
 
@@ -39,20 +41,25 @@ struct Buffer {
   int64_t bytes = 0;
   ~Buffer() { release(); }
   void release() {
-    if (data) munmap(data, size_t(bytes));
+    if (!data) return;
+    limit_access(data, bytes, bytes);
+    munmap(data, size_t(bytes));
     data = nullptr;
   }
   void* grow(int64_t need) {
-    if (need <= bytes) return data;
+    if (need > bytes) map(need);
+    if (data) limit_access(data, need, bytes);
+    return data;
+  }
+  void map(int64_t need) {
     release();
-    bytes = (need + need / 8 + (1 << 16) - 1) >> 16 << 16;
+    bytes = (need + need / 8 + kRedZone + (1 << 16) - 1) >> 16 << 16;
     data = mmap(nullptr, size_t(bytes), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (data == MAP_FAILED) {
       data = nullptr, bytes = 0;
       throw std::bad_alloc();
     }
     if (bytes >= (4 << 20)) madvise(data, size_t(bytes), MADV_HUGEPAGE);
-    return data;
   }
 };
 

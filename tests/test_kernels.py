@@ -163,6 +163,23 @@ def test_int8_extremes_do_not_saturate(tier, sign):
     assert (out[:, I:] == 0).all()
 
 
+@pytest.mark.parametrize("format", ["int8", "int4"])
+def test_values_whose_inverse_scale_is_infinite(tier, format):
+    """Zeros stay zeros beside values so small that 1 / scale overflows, in weights and rows."""
+    tiny = torch.full((32, 64), 2.0**-133)
+    tiny[:, ::3] = 0.0
+    layer = Experts(1, 64, 32, format=format, group=32, activation="sigmoid")
+    for p in PROJECTIONS:
+        layer.put(0, p, tiny.reshape(64, 32) if p == "down" else tiny)
+    kept = layer.get(0, "gate")
+    assert (kept[:, ::3] == 0).all() and (kept.abs() < 2.0**-124).all()
+    args = torch.zeros(3, 1).long(), torch.ones(3, 1)
+    for p in PROJECTIONS:
+        layer.put(0, p, torch.ones(64, 32) if p == "down" else torch.ones(32, 64))
+    out, _ = layer.forward(tiny[:3], *args, compute="int8")
+    assert (out.abs() < 2.0**-100).all()
+
+
 def test_int8_domain_refusals():
     case = make_case(format="bf16")
     args = case.x, case.index, case.weights

@@ -40,7 +40,7 @@ struct Format_int4 {
     float inv = scale != 0 ? 1.f / scale : 0.f;
     for (int64_t i = 0; i < count; ++i) {
       float q = __builtin_rintf(v[i] * inv);
-      q = q > 7.f ? 7.f : q < -8.f ? -8.f : q;
+      q = q > 7.f ? 7.f : q < -8.f ? -8.f : q == q ? q : 0.f;  // NaN: 0 * inf, or refused
       code[i] = uint16_t(int(q) + 8);
     }
     return scale;

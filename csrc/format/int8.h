@@ -34,7 +34,7 @@ struct Format_int8 {
     float inv = scale > 0 ? 1.f / scale : 0.f;
     for (int64_t i = 0; i < count; ++i) {
       float q = __builtin_rintf(v[i] * inv);
-      q = q > 127.f ? 127.f : q < -127.f ? -127.f : q;
+      q = q > 127.f ? 127.f : q < -127.f ? -127.f : q == q ? q : 0.f;  // NaN: 0 * inf, or refused
       code[i] = uint16_t(int8_t(int(q)) & 0xff);
     }
     return scale;
