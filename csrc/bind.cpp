@@ -93,7 +93,7 @@ void bind_use_cpu(const std::optional<py::dict>& fake) {
   auto u32 = [&](const char* name) { return (*fake)[name].cast<uint32_t>(); };
   use_cpu(CpuRegisters{u32("leaf1_ecx"), u32("leaf7_ebx"), u32("leaf7_ecx"), u32("leaf7_edx"),
                        u32("leaf71_eax"), (*fake)["xcr0"].cast<uint64_t>(),
-                       (*fake)["tiles"].cast<bool>()});
+                       (*fake)["tiles"].cast<bool>(), (*fake)["vendor"].cast<std::string>()});
 }
 
 py::dict cpu_registers() {
@@ -101,7 +101,7 @@ py::dict cpu_registers() {
   py::dict d;
   d["leaf1_ecx"] = c.leaf1_ecx, d["leaf7_ebx"] = c.leaf7_ebx, d["leaf7_ecx"] = c.leaf7_ecx;
   d["leaf7_edx"] = c.leaf7_edx, d["leaf71_eax"] = c.leaf71_eax;
-  d["xcr0"] = c.xcr0, d["tiles"] = c.tiles;
+  d["xcr0"] = c.xcr0, d["tiles"] = c.tiles, d["vendor"] = c.vendor;
   return d;
 }
 

@@ -22,6 +22,8 @@ CpuRegisters read_cpu() {
   CpuRegisters c;
 #if defined(__x86_64__)
   unsigned a, b, cx, d;
+  if (__get_cpuid(0, &a, &b, &cx, &d))
+    for (unsigned word : {b, d, cx}) c.vendor.append(reinterpret_cast<const char*>(&word), 4);
   if (__get_cpuid(1, &a, &b, &cx, &d)) c.leaf1_ecx = cx;
   if (__get_cpuid_count(7, 0, &a, &b, &cx, &d)) c.leaf7_ebx = b, c.leaf7_ecx = cx, c.leaf7_edx = d;
   if (__get_cpuid_count(7, 1, &a, &b, &cx, &d)) c.leaf71_eax = a;

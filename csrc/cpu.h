@@ -11,8 +11,9 @@ namespace kt {
 
 struct CpuRegisters {
   uint32_t leaf1_ecx = 0, leaf7_ebx = 0, leaf7_ecx = 0, leaf7_edx = 0, leaf71_eax = 0;
-  uint64_t xcr0 = 0;   // state the operating system saves; 0 without OSXSAVE
-  bool tiles = false;  // the kernel has granted AMX tile data to this process
+  uint64_t xcr0 = 0;     // state the operating system saves; 0 without OSXSAVE
+  bool tiles = false;    // the kernel has granted AMX tile data to this process
+  std::string vendor{};  // "GenuineIntel", "AuthenticAMD", ...
 };
 
 // The processor's registers (read once per process; asks for AMX permission where tiles exist), or

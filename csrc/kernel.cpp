@@ -15,7 +15,7 @@ constexpr Kernel make() {
   using D = Driver<I, F>;
   using O = Ops<I>;
   Kernel k = {};
-  k.isa = I::name, k.cpu = KT_ISA_CPU, k.format = F::name;
+  k.isa = I::name, k.cpu = KT_ISA_CPU, k.format = F::name, k.slow_on = I::slow_on;
   k.bits = F::bits, k.scaled = F::scaled;
   k.a_size = sizeof(typename I::A), k.line_size = sizeof(Line<I, 1>);
   k.pack = D::pack, k.unpack = D::unpack_panel;

@@ -30,6 +30,7 @@ struct DropKey {
 
 struct Kernel {
   const char *isa, *cpu, *format;
+  const char* slow_on;  // CPU vendor on which this tier is usable but not chosen by itself
   int bits;
   bool scaled;
   int a_size;         // bytes of an A element

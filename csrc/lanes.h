@@ -30,6 +30,7 @@ KT_VECTORS(16)
 template <int N>
 struct Lanes {
   static constexpr int lanes = N;
+  static constexpr const char* slow_on = "";  // CPU vendor on which the tier before is faster
   static constexpr int registers = N == 16 ? 32 : 16;  // of this width
   using f32 = typename Vectors<N>::f32;
   using u32 = typename Vectors<N>::u32;

@@ -52,7 +52,7 @@ std::string current_isa() {
   if (!forced().empty()) return forced();
   std::string best;
   for (auto& e : registry())
-    if (e.usable) best = e.kernel->isa;
+    if (e.usable && cpu().vendor != e.kernel->slow_on) best = e.kernel->isa;
   return best;
 }
 

@@ -16,8 +16,8 @@ struct KernelEntry {
 };
 
 const std::vector<KernelEntry>& registry();
-// Tier in use: forced, else the last usable one in the order of registry.list. Throws on an unknown
-// or unusable name.
+// Tier in use: forced, else the last in the order of registry.list that is usable and not slow on
+// this CPU. Throws on an unknown or unusable name.
 std::string current_isa();
 void force_isa(const std::string& name);                    // "" = automatic
 const KernelEntry& find_kernel(const std::string& format);  // in the current tier

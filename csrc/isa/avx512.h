@@ -29,20 +29,48 @@ struct Isa_avx512 : Lanes<16> {
   }
   KT_OP void store_a(A* p, const bf16* src) { *(f32*)p = load_bf16(src); }
 
+  // Codes to fp32 as in avx2.h.
+  static constexpr float int8_unit = 0x1p-24f, int4_unit = 0x1p-28f;
+  template <int N>
+  KT_OP f32 byte_on_top(u32 x) {
+    constexpr char z = char(0x80);
+    const __m512i control = _mm512_broadcast_i32x4(
+        _mm_setr_epi8(z, z, z, N, z, z, z, N + 4, z, z, z, N + 8, z, z, z, N + 12));
+    return (f32)_mm512_cvtepi32_ps(_mm512_shuffle_epi8((__m512i)x, control));
+  }
+  KT_OP f32 top_byte(u32 x) { return (f32)_mm512_cvtepi32_ps((__m512i)(x & 0xff000000u)); }
+  KT_OP void int8_pairs(u32 x, B (&out)[2]) {
+    out[0] = {byte_on_top<0>(x), byte_on_top<2>(x)};
+    out[1] = {byte_on_top<1>(x), top_byte(x)};
+  }
+  KT_OP void int4_pairs(u32 x, const bf16*, B (&out)[4]) {
+    x ^= 0x88888888u;  // two's complement nibbles
+    const u32 high = x & 0xf0f0f0f0u, low = x << 4 & 0xf0f0f0f0u;
+    out[0] = {byte_on_top<0>(low), byte_on_top<2>(low)};
+    out[1] = {byte_on_top<1>(low), top_byte(low)};
+    out[2] = {byte_on_top<0>(high), byte_on_top<2>(high)};
+    out[3] = {byte_on_top<1>(high), top_byte(high)};
+  }
+
   // int8 domain without VNNI: see avx2.h.
   struct Quad {
     int16_t v[4];  // k0 k1 | k2 k3
+    int8_t c[4];   // k0 k2 k1 k3
   };
-  KT_OP Quad quad(const int8_t* a) { return {{a[0], a[1], a[2], a[3]}}; }
-  KT_OP __m512i pair_at(const int16_t* p) {
+  KT_OP Quad quad(const int8_t* a) { return {{a[0], a[1], a[2], a[3]}, {a[0], a[2], a[1], a[3]}}; }
+  KT_OP __m512i dword_at(const void* p) {
     int x;
     __builtin_memcpy(&x, p, 4);
     return _mm512_set1_epi32(x);
   }
   KT_OP i32 idot(i32 acc, u32 w, const Quad* q) {
     __m512i even = (__m512i)(w & 0x00ff00ffu), odd = _mm512_srli_epi16((__m512i)w, 8);
-    acc += (i32)_mm512_madd_epi16(even, pair_at(q->v));
-    return acc + (i32)_mm512_madd_epi16(odd, pair_at(q->v + 2));
+    acc += (i32)_mm512_madd_epi16(even, dword_at(q->v));
+    return acc + (i32)_mm512_madd_epi16(odd, dword_at(q->v + 2));
+  }
+  KT_OP i32 idot_small(i32 acc, u32 w, const Quad* q, auto) {
+    const __m512i sums = _mm512_maddubs_epi16((__m512i)w, dword_at(q->c));
+    return acc + (i32)_mm512_madd_epi16(sums, _mm512_set1_epi16(1));
   }
 };
 }  // namespace

@@ -17,6 +17,7 @@ struct Isa_avx512_vnni : Isa_avx512 {
     __builtin_memcpy(&x, q->v, 4);
     return (i32)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)w, _mm512_set1_epi32(x));
   }
+  KT_OP i32 idot_small(i32 acc, u32 w, const Quad* q, auto) { return idot(acc, w, q); }
 };
 }  // namespace
 }  // namespace kt
