@@ -38,27 +38,50 @@ struct Driver8 {
     auto* q = (Quad*)codes;
     for (int64_t i = 0; i < m; ++i, src += ld, q += s.kp / 4)
       for (int64_t g = 0; g < count; ++g) {
-        const int64_t k0 = g * group, k1 = min64(s.kp, k0 + group), have = min64(k1, s.k) - k0;
-        float v[128];
-        int8_t code[128];
-        for (int64_t k = 0; k < k1 - k0; ++k) v[k] = k < have ? widen(src[k0 + k]) : 0.f;
-        float top = 0;
-        for (int64_t k = 0; k < k1 - k0; ++k)
-          top = __builtin_fabsf(v[k]) > top ? __builtin_fabsf(v[k]) : top;
-        // a row with a NaN or Inf must not come out finite
-        float bad = 0;
-        for (int64_t k = 0; k < k1 - k0; ++k) bad += v[k] - v[k];
-        float inv = top > 0 ? 127.f / top : 0.f;
-        if (inv - inv != 0) inv = 0;  // subnormal values, or none finite: codes 0, and so their sum
-        int32_t sum = 0;
-        for (int64_t k = 0; k < k1 - k0; ++k) {
-          int32_t c = bad == 0 ? int32_t(__builtin_rintf(v[k] * inv)) : 0;
-          code[k] = int8_t(c), sum += c;
-        }
-        for (int64_t k = 0; k < k1 - k0; k += 4) q[(k0 + k) / 4] = I::quad(code + k);
-        scale[i * count + g] = top / 127.f + bad;
+        const int64_t k0 = g * group, n = min64(group, s.kp - k0);
+        int32_t sum;
+        quantize_group(src + k0, n, min64(n, s.k - k0), q + k0 / 4, scale + i * count + g, &sum);
         start[i * count + g] = -F::bias * sum;
       }
+  }
+  // n values (a multiple of kBlock), the first `have` of them from v, zeros after.
+  KT_OP void quantize_group(const bf16* src, int64_t n, int64_t have, Quad* q, float* scale,
+                            int32_t* total) {
+    f32 v[128 / L], top = {}, bad = {};
+    for (int64_t k = 0; k < n; k += L) {
+      f32 x = {};
+      if (k + L <= have) {
+        x = I::load_bf16(src + k);
+      } else {
+        for (int64_t e = k; e < have; ++e) x[e - k] = widen(src[e]);
+      }
+      const f32 size = (f32)((u32)x & 0x7fffffffu);
+      top = size > top ? size : top;
+      bad += x - x;  // a row with a NaN or Inf must not come out finite
+      v[k / L] = x;
+    }
+    float most = 0, nan = 0;
+    for (int e = 0; e < L; ++e) most = top[e] > most ? top[e] : most, nan += bad[e];
+    float inv = most > 0 ? 127.f / most : 0.f;
+    // subnormal values: codes 0, and so their sum
+    if (nan != 0 || inv - inv != 0) inv = 0;
+    const f32 magic =
+        I::splat(12582912.f);  // 1.5 * 2^23: adding it rounds to an integer, ties even
+    i32 sum = {};
+    int8_t code[128];
+    for (int64_t k = 0; k < n; k += L) {
+      f32 x = v[k / L] * I::splat(inv);
+      x = inv != 0 ? (x + magic) - magic : f32{};  // NaN * 0 is no integer
+      const i32 c = __builtin_convertvector(x, i32);
+      sum += c;
+      *(typename I::i8*)(code + k) = __builtin_convertvector(c, typename I::i8);
+    }
+    int64_t k = 0;
+    for (; k + 4 * L <= n; k += 4 * L) I::quads(q + k / 4, code + k);
+    for (; k < n; k += 4) q[k / 4] = I::quad(code + k);
+    *total = 0;
+    for (int e = 0; e < L; ++e) *total += sum[e];
+    *scale = most / 127.f + nan;
   }
 
   KT_OP i32 idot(i32 acc, u32 bytes, const Quad* q) {
@@ -85,26 +108,55 @@ struct Driver8 {
       }
   }
 
+  // A step of the fold with C in registers: see Driver::few.
   template <int M, int P>
-  static __attribute__((noinline)) void tile(const Quantized& a, const Bytes<P>* b,
+  KT_OP void fold_in(const i32 (&acc)[M][P][V], const Quantized& a, int64_t g,
+                     const bf16* const (&scale)[P], f32 (&total)[M][P][V]) {
+    for (int q = 0; q < P; ++q)
+      for (int j = 0; j < V; ++j) {
+        f32 s = I::load_bf16(scale[q] + j * L);
+        for (int i = 0; i < M; ++i) {
+          f32 sum = I::to_float(acc[i][q][j]) * I::splat(a.scale[i * a.groups + g]);
+          total[i][q][j] = I::fma(s, sum, total[i][q][j]);
+        }
+      }
+  }
+  template <int M, int P>
+  KT_OP void store(const f32 (&total)[M][P][V], float* c) {
+    for (int i = 0; i < M; ++i)
+      for (int q = 0; q < P; ++q)
+        for (int j = 0; j < V; ++j) *(f32*)(c + i * kCols + q * kPanel + j * L) = total[i][q][j];
+  }
+
+  // P of the `width` panels that lie side by side in b. `ahead`: packed bytes needed next (gemm.h).
+  template <int M, int P>
+  static __attribute__((noinline)) void tile(const Quantized& a, const u32* b, int64_t width,
                                              const bf16* const* scales, int64_t quads,
-                                             const Groups& n, float* c) {
+                                             const Groups& n, const uint8_t* ahead, float* c) {
+    // sums and C together take at most three quarters of the registers
+    constexpr bool hold = 8 * M * P * V <= 3 * I::registers;
     const Quad* row[(M + 2) / 3];
     for (int i = 0; i < M; i += 3) row[i / 3] = (const Quad*)a.codes + i * a.ld;
-    for (int64_t g = 0, k = 0; g < n.count; ++g) {
+    f32 total[M][P][V] = {};
+    for (int64_t g = 0, k = 0, of_scale = 0, scale = 0; g < n.count; ++g) {
       i32 acc[M][P][V];
       begin<M, P>(acc, a, g);
-      for (int64_t end = min64(quads, k + n.quads); k < end; ++k) {
-        Bytes<P> w = b[k];
+      for (int64_t end = min64(quads, k + n.quads); k < end; ++k, b += width * V) {
+        __builtin_prefetch(ahead + k * kAlign, 0, 2);
         for (int i = 0; i < M; ++i)
           for (int q = 0; q < P; ++q)
             for (int j = 0; j < V; ++j)
-              acc[i][q][j] = idot(acc[i][q][j], w.v[q][j], row[i / 3] + (i % 3) * a.ld + k);
+              acc[i][q][j] = idot(acc[i][q][j], b[q * V + j], row[i / 3] + (i % 3) * a.ld + k);
       }
       const bf16* s[P];
-      for (int q = 0; q < P; ++q) s[q] = scales[q] + g / n.per_scale * kPanel;
-      fold<M, P>(acc, a, g, s, c);
+      for (int q = 0; q < P; ++q) s[q] = scales[q] + scale;
+      if constexpr (hold)
+        fold_in<M, P>(acc, a, g, s, total);
+      else
+        fold<M, P>(acc, a, g, s, c);
+      if (++of_scale == n.per_scale) of_scale = 0, scale += kPanel;
     }
+    if (hold) store<M, P>(total, c);
   }
 
   // As Driver::few. `n.per_scale` groups of a row share a weight scale.
@@ -134,18 +186,10 @@ struct Driver8 {
         }
       const bf16* s[P];
       for (int q = 0; q < P; ++q) s[q] = scales[q] + scale;
-      if constexpr (hold) {
-        for (int q = 0; q < P; ++q)
-          for (int j = 0; j < V; ++j) {
-            f32 of = I::load_bf16(s[q] + j * L);
-            for (int i = 0; i < M; ++i) {
-              f32 sum = I::to_float(acc[i][q][j]) * I::splat(a.scale[i * a.groups + g]);
-              total[i][q][j] = I::fma(of, sum, total[i][q][j]);
-            }
-          }
-      } else {
+      if constexpr (hold)
+        fold_in<M, P>(acc, a, g, s, total);
+      else
         fold<M, P>(acc, a, g, s, c);
-      }
       if (++of_scale == n.per_scale) of_scale = 0, scale += kPanel;
     }
     if (hold)
@@ -162,10 +206,11 @@ struct Driver8 {
   }
 
   template <int P, int M>
-  KT_OP void tile_rows(int64_t m, const Quantized& a, const Bytes<P>* b, const bf16* const* s,
-                       int64_t quads, const Groups& n, float* c) {
-    if (m == M) return tile<M, P>(a, b, s, quads, n, c);
-    if constexpr (M > 1) tile_rows<P, M - 1>(m, a, b, s, quads, n, c);
+  KT_OP void tile_rows(int64_t m, const Quantized& a, const u32* b, int64_t width,
+                       const bf16* const* s, int64_t quads, const Groups& n, const uint8_t* ahead,
+                       float* c) {
+    if (m == M) return tile<M, P>(a, b, width, s, quads, n, ahead, c);
+    if constexpr (M > 1) tile_rows<P, M - 1>(m, a, b, width, s, quads, n, ahead, c);
   }
   template <int P, int M>
   KT_OP void few_rows(const Quantized& a, const uint8_t* const* w, const bf16* const* s,
@@ -196,12 +241,15 @@ struct Driver8 {
           F::template bytes<I>(*(const u32*)(data[q] + k / F::quads * kAlign + j * L * 4), bytes);
           for (int t = 0; t < F::quads; ++t) b[k + t].v[q][j] = bytes[t];
         }
-    const int64_t tiles = (a.m + I::mr - 1) / I::mr;
-    for (int64_t t = 0, i = 0; t < tiles; ++t) {
-      const int64_t rows = (a.m - i + tiles - t - 1) / (tiles - t);
-      tile_rows<P, I::mr>(rows, rows_from(a, i), b, scale, quads, n, c + i * kCols);
-      i += rows;
-    }
+    constexpr int N = 4 * I::mr8 * P * V <= 3 * I::registers ? P : 1;  // panels per tile
+    const int64_t tiles = (a.m + I::mr8 - 1) / I::mr8, bytes = panel_bytes(s, F::bits, F::scaled);
+    for (int q = 0; q < P; q += N)
+      for (int64_t t = 0, i = 0; t < tiles; ++t) {
+        const int64_t rows = (a.m - i + tiles - t - 1) / (tiles - t);
+        tile_rows<N, I::mr8>(rows, rows_from(a, i), b->v[q], P, scale + q, quads, n,
+                             data[t & 1 ? P - 1 : 0] + bytes, c + i * kCols + q * kPanel);
+        i += rows;
+      }
   }
 
   static void nt(const Quantized& a, const Packed* const* w, const int64_t* p, int count, float* c,

@@ -21,6 +21,7 @@ struct Vectors;
     typedef uint32_t u32 __attribute__((vector_size(N * 4), aligned(4), may_alias)); \
     typedef int32_t i32 __attribute__((vector_size(N * 4), aligned(4), may_alias));  \
     typedef uint64_t u64 __attribute__((vector_size(N * 4), aligned(4), may_alias)); \
+    typedef int8_t i8 __attribute__((vector_size(N), aligned(1), may_alias));        \
   };
 KT_VECTORS(4)
 KT_VECTORS(8)
@@ -36,6 +37,7 @@ struct Lanes {
   using u32 = typename Vectors<N>::u32;
   using i32 = typename Vectors<N>::i32;
   using u64 = typename Vectors<N>::u64;
+  using i8 = typename Vectors<N>::i8;
 
   using A = float;
   struct B {
@@ -117,6 +119,11 @@ struct Lanes {
     int8_t v[4];  // order of the weight bytes: k0 k2 k1 k3
   };
   KT_OP Quad quad(const int8_t* a) { return {{a[0], a[2], a[1], a[3]}}; }
+  // N quads from 4 N codes.
+  KT_OP void quads(Quad* q, const int8_t* a) {
+    const u32 x = *(const u32*)a;
+    *(u32*)q = (x & 0xff0000ffu) | (x >> 8 & 0xff00u) | (x << 8 & 0xff0000u);
+  }
   KT_OP i32 idot(i32 acc, u32 w, const Quad* q) {
     for (int i = 0; i < 4; ++i) acc += (i32)(w >> (8 * i) & 0xff) * int32_t(q->v[i]);
     return acc;

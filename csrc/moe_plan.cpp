@@ -153,7 +153,7 @@ Quantized Plan::quantize(Slot slot, int p, const bf16* src, int64_t ld, int64_t 
   const Shape s = l.shape(p);
   // h has a heavier tail than x (a product of two normals): with 128 values per scale its rounding
   // alone would be 1.4 %, with 32 it is 0.8 %.
-  const int64_t group = min64(group_size(s), p == kDown ? 32 : 128),
+  const int64_t group = min64(group_size(s), p == kDown ? 64 : 128),
                 count = (s.kp + group - 1) / group, quads = s.kp / 4;
   const int64_t codes = round_up(rows * quads * k.quad_size, kAlign);
   auto* base = (uint8_t*)scratch(-1, slot, codes + rows * count * 8);

@@ -12,6 +12,7 @@ struct Isa_avx2 : Lanes<8> {
   static constexpr const char* name = "avx2";
   static constexpr int mr =
       6;  // 6 x 2 accumulators + 2 weights + 1 broadcast = 15 of 16 registers (one panel)
+  static constexpr int mr8 = 4;  // 4 x 2 sums, even and odd bytes of 2 weights, 2 broadcasts
   static constexpr int few = 4;
 
   KT_OP f32 splat(float x) { return (f32)_mm256_set1_ps(x); }
@@ -62,6 +63,9 @@ struct Isa_avx2 : Lanes<8> {
     int8_t c[4];   // k0 k2 k1 k3, the order of the weight bytes
   };
   KT_OP Quad quad(const int8_t* a) { return {{a[0], a[1], a[2], a[3]}, {a[0], a[2], a[1], a[3]}}; }
+  KT_OP void quads(Quad* q, const int8_t* a) {
+    for (int i = 0; i < lanes; ++i) q[i] = quad(a + 4 * i);
+  }
   KT_OP __m256i dword_at(const void* p) {
     int x;
     __builtin_memcpy(&x, p, 4);

@@ -11,6 +11,7 @@ namespace {
 struct Isa_avx512 : Lanes<16> {
   static constexpr const char* name = "avx512";
   static constexpr int mr = 12;  // 12 x 2 accumulators + 2 weights + broadcasts: fits 32 registers
+  static constexpr int mr8 = 12;
   static constexpr int few = 4;
 
   KT_OP f32 splat(float x) { return (f32)_mm512_set1_ps(x); }
@@ -58,6 +59,9 @@ struct Isa_avx512 : Lanes<16> {
     int8_t c[4];   // k0 k2 k1 k3
   };
   KT_OP Quad quad(const int8_t* a) { return {{a[0], a[1], a[2], a[3]}, {a[0], a[2], a[1], a[3]}}; }
+  KT_OP void quads(Quad* q, const int8_t* a) {
+    for (int i = 0; i < lanes; ++i) q[i] = quad(a + 4 * i);
+  }
   KT_OP __m512i dword_at(const void* p) {
     int x;
     __builtin_memcpy(&x, p, 4);

@@ -8,10 +8,11 @@ namespace kt {
 namespace {
 struct Isa_avx512_vnni : Isa_avx512 {
   static constexpr const char* name = "avx512_vnni";
-  struct Quad {
-    int8_t v[4];  // order of the weight bytes: k0 k2 k1 k3
-  };
-  KT_OP Quad quad(const int8_t* a) { return {{a[0], a[2], a[1], a[3]}}; }
+  static constexpr int mr8 =
+      6;  // 6 x 2 sums and 6 x 2 of C: folding a group costs no memory access
+  using Quad = Lanes<16>::Quad;
+  KT_OP Quad quad(const int8_t* a) { return Lanes<16>::quad(a); }
+  KT_OP void quads(Quad* q, const int8_t* a) { Lanes<16>::quads(q, a); }
   KT_OP i32 idot(i32 acc, u32 w, const Quad* q) {
     int x;
     __builtin_memcpy(&x, q->v, 4);
