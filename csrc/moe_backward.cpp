@@ -65,7 +65,7 @@ void gate_panels(const Plan& p, const Work& k, int w, int64_t e, const Rows& a, 
 
 void gate_stage(const Plan& p, const Work& k) {
   const int64_t units = (p.l.intermediate + kCols - 1) / kCols,
-                step = units_per_task(units, p.route.active());
+                step = units_per_task(units, p.route.active(), p.route.rows());
   const int64_t per_expert = (units + step - 1) / step, tail = panels(p.l.intermediate) * kPanel;
   parallel(p.route.active() * per_expert, [&](int64_t task, int w) {
     const int64_t e = task / per_expert, u0 = task % per_expert * step,
@@ -126,7 +126,7 @@ void dx_columns(const Plan& p, const Work& k, int w, int64_t u0, int64_t u1, flo
 void dx_stage(const Plan& p, const Work& k, float* dx) {
   const float* before = p.route.first_row ? dx : nullptr;
   const int64_t H = p.l.hidden, units = (H + kCols - 1) / kCols,
-                step = min64(8, units_per_task(units, 1));
+                step = min64(8, units_per_task(units, 1, p.route.rows()));
   parallel((units + step - 1) / step, [&](int64_t task, int w) {
     const int64_t u0 = task * step, u1 = min64(units, u0 + step), ld = (u1 - u0) * kCols;
     auto* acc = (float*)scratch(w, kAcc, p.batch.tokens * ld * 4);

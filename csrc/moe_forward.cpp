@@ -52,7 +52,8 @@ void forward_wave(Plan& p, const Quantized* x, float* out, bf16* saved) {
              [&](int64_t e, int w) { p.low_rank_in(w, e, kDown, h, p.ip, false, false, t); });
   }
   const float* before = p.route.first_row ? out : nullptr;
-  const int64_t units = (l.hidden + kCols - 1) / kCols, step = min64(8, units_per_task(units, 1));
+  const int64_t units = (l.hidden + kCols - 1) / kCols,
+                step = min64(8, units_per_task(units, 1, p.route.rows()));
   parallel((units + step - 1) / step, [&](int64_t task, int w) {
     const int64_t u0 = task * step, u1 = min64(units, u0 + step), ld = (u1 - u0) * kCols;
     auto* acc = (float*)scratch(w, kAcc, tokens * ld * 4);

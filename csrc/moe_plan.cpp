@@ -210,7 +210,7 @@ void Plan::gate_up(const Quantized* x, bf16* h, bf16* saved) {
       if (lora.r[p]) low_rank_in(w, i / 2, p, batch.x, l.hidden, true, false, t[p]);
     });
   const int64_t I = l.intermediate, count = kt::panels(I),
-                step = units_per_task(count, route.active());
+                step = units_per_task(count, route.active(), route.rows());
   const int64_t per_expert = (count + step - 1) / step;
   parallel(route.active() * per_expert, [&](int64_t task, int w) {
     const int64_t e = task / per_expert, p0 = task % per_expert * step,

@@ -36,8 +36,10 @@ enum Slot {
   kFactors,
   kXCodes,
   kHCodes,
-  kCodes
+  kCodes,
+  kSlotsUsed
 };
+static_assert(kSlotsUsed <= kSlots);
 
 struct BaseRows {  // operand A of a product with base weights, in either compute domain
   bool int8;
@@ -133,10 +135,11 @@ void row_blocks(int64_t begin, int64_t end, F f) {
   for (int64_t i = begin; i < end; i += kRowBlock) f(i, min64(kRowBlock, end - i));
 }
 
-// How many of `units` column blocks one task takes, so that every thread gets several tasks.
-inline int64_t units_per_task(int64_t units, int64_t groups) {
-  int64_t want =
-      max64(1, int64_t(threads()) * 4 / max64(1, groups));  // 4: leaves room for stealing
+// How many of `units` column blocks one task takes, so that every thread gets several tasks: enough
+// to steal from, and more where the rows are so few that a task gathers next to nothing.
+inline int64_t units_per_task(int64_t units, int64_t groups, int64_t rows) {
+  const int64_t per_thread = rows <= 64 ? 8 : 4;
+  const int64_t want = max64(1, int64_t(threads()) * per_thread / max64(1, groups));
   return max64(1, units / want);
 }
 

@@ -8,12 +8,13 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstdio>
+#include <deque>
 #include <fstream>
-#include <map>
 #include <memory>
 #include <mutex>
 #include <new>
@@ -172,8 +173,8 @@ struct State {
   std::unique_ptr<Pool> pool;
   int wanted = 0;
   bool oversubscribe = false;
-  std::map<std::pair<int, int>, Buffer> buffers;
-  std::mutex buffers_mutex;
+  // [worker + 1][slot]; grows between runs only, and a worker touches its own: no lock
+  std::deque<std::array<Buffer, kSlots>> buffers{1};
 };
 
 State*& state_slot() {
@@ -231,6 +232,7 @@ Pool& pool() {
   State& s = state();
   int n = threads();
   if (!s.pool || s.pool->size() != n) s.pool = std::make_unique<Pool>(n);
+  while (s.buffers.size() < size_t(n) + 1) s.buffers.emplace_back();
   return *s.pool;
 }
 
@@ -284,11 +286,7 @@ int workers_seen() {
 
 void* scratch(int worker, int slot, int64_t bytes) {
   State& s = state();
-  Buffer* b;
-  {
-    std::lock_guard lock(s.buffers_mutex);
-    b = &s.buffers[{worker, slot}];
-  }
+  Buffer* b = &s.buffers[size_t(worker + 1)][size_t(slot)];
   return b->grow(bytes);
 }
 

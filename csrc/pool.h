@@ -33,7 +33,9 @@ void delay_tasks(int microseconds);
 // Test aid: distinct workers that ran a task since the last call.
 int workers_seen();
 
-// Grow-only scratch, valid while the Entry is held. slot < 16 names the use; worker -1 is shared.
+// Grow-only scratch, valid while the Entry is held. `slot` names the use; worker -1 is shared, for
+// the caller alone to ask for.
+constexpr int kSlots = 32;
 void* scratch(int worker, int slot, int64_t bytes);
 
 }  // namespace kt
