@@ -49,19 +49,21 @@ struct Driver8 {
                             int32_t* total) {
     f32 v[128 / L], top = {}, bad = {};
     for (int64_t k = 0; k < n; k += L) {
-      f32 x = {};
-      if (k + L <= have) {
-        x = I::load_bf16(src + k);
-      } else {
-        for (int64_t e = k; e < have; ++e) x[e - k] = widen(src[e]);
+      bf16 edge[L] = {};
+      const bf16* from = src + k;
+      if (k + L > have) {
+        for (int64_t e = k; e < have; ++e) edge[e - k] = src[e];
+        from = edge;
       }
+      const f32 x = I::load_bf16(from);
       const f32 size = (f32)((u32)x & 0x7fffffffu);
       top = size > top ? size : top;
       bad += x - x;  // a row with a NaN or Inf must not come out finite
       v[k / L] = x;
     }
-    float most = 0, nan = 0;
-    for (int e = 0; e < L; ++e) most = top[e] > most ? top[e] : most, nan += bad[e];
+    auto sum_of = [](auto a, auto b) __attribute__((always_inline)) { return a + b; };
+    auto max_of = [](f32 a, f32 b) __attribute__((always_inline)) { return a > b ? a : b; };
+    const float most = I::over_lanes(top, max_of), nan = I::over_lanes(bad, sum_of);
     float inv = most > 0 ? 127.f / most : 0.f;
     // subnormal values: codes 0, and so their sum
     if (nan != 0 || inv - inv != 0) inv = 0;
@@ -79,8 +81,7 @@ struct Driver8 {
     int64_t k = 0;
     for (; k + 4 * L <= n; k += 4 * L) I::quads(q + k / 4, code + k);
     for (; k < n; k += 4) q[k / 4] = I::quad(code + k);
-    *total = 0;
-    for (int e = 0; e < L; ++e) *total += sum[e];
+    *total = I::over_lanes(sum, sum_of);
     *scale = most / 127.f + nan;
   }
 

@@ -28,6 +28,17 @@ KT_VECTORS(8)
 KT_VECTORS(16)
 #undef KT_VECTORS
 
+// kSwap[s][i] = i ^ 2^s: a table, since gcc builds such vectors lane by lane.
+struct SwapLanes {
+  int32_t at[4][16];
+  constexpr SwapLanes() : at() {
+    for (int s = 0; s < 4; ++s)
+      for (int i = 0; i < 16; ++i) at[s][i] = i ^ 1 << s;
+  }
+  constexpr const int32_t* operator[](int s) const { return at[s]; }
+};
+alignas(64) constexpr SwapLanes kSwap;
+
 template <int N>
 struct Lanes {
   static constexpr int lanes = N;
@@ -49,6 +60,13 @@ struct Lanes {
     f32 r;
     for (int i = 0; i < N; ++i) r[i] = x;
     return r;
+  }
+  // op over all lanes, halving the distance: for op that may take them in any order.
+  template <class V>
+  KT_OP auto over_lanes(V v, auto op) {
+    for (int s = 3; s >= 0; --s)
+      if (1 << s < N) v = op(v, __builtin_shuffle(v, *(const i32*)kSwap[s]));
+    return v[0];
   }
   KT_OP f32 fma(f32 a, f32 b, f32 c) { return a * b + c; }
   KT_OP f32 load_bf16(const bf16* p) {

@@ -172,6 +172,7 @@ struct State {
   std::recursive_mutex entry;
   std::unique_ptr<Pool> pool;
   int wanted = 0;
+  int allowed = 0;  // of the last set_threads, or of the first call: asking takes 20 us
   bool oversubscribe = false;
   // [worker + 1][slot]; grows between runs only, and a worker touches its own: no lock
   std::deque<std::array<Buffer, kSlots>> buffers{1};
@@ -196,6 +197,7 @@ State& state() {
           if (!old) return;
           auto* fresh = new State;
           fresh->wanted = old->wanted;
+          fresh->allowed = old->allowed;
           fresh->oversubscribe = old->oversubscribe;
           state_slot() = fresh;
         });
@@ -256,12 +258,15 @@ void set_threads(int n, bool oversubscribe) {
         " CPUs are allowed here (affinity and cgroup); lower threads or widen the CPU set");
   Entry lock;
   state().wanted = n;
+  state().allowed = 0;
   state().oversubscribe = oversubscribe;
 }
 
 int threads() {
   State& s = state();
-  return s.wanted ? s.wanted : allowed_cpus();
+  if (s.wanted) return s.wanted;
+  if (!s.allowed) s.allowed = allowed_cpus();
+  return s.allowed;
 }
 
 void parallel(int64_t tasks, const std::function<void(int64_t, int)>& fn) {
