@@ -163,27 +163,28 @@ struct Driver8 {
   // As Driver::few. `n.per_scale` groups of a row share a weight scale.
   template <int M, int P>
   static __attribute__((noinline)) void few(const Quantized& a, const uint8_t* const* w,
-                                            const bf16* const* scales, int64_t quads,
-                                            const Groups& n, float* c) {
+                                            const bf16* const* scales, const Shape& shape,
+                                            int64_t skip, const Groups& n, float* c) {
+    const int64_t quads = shape.kp / 4;
     constexpr bool hold = 4 * M * P * V <= I::registers;
     const Quad* codes = (const Quad*)a.codes;
     f32 total[M][P][V] = {};
-    const uint8_t* line[P];
-    for (int q = 0; q < P; ++q) line[q] = w[q];
+    typename D::Stream in[P];
+    for (int q = 0; q < P; ++q) in[q] = D::stream(w[q], shape);
     for (int64_t g = 0, k = 0, of_scale = 0, scale = 0; g < n.count; ++g) {
       i32 acc[M][P][V];
       begin<M, P>(acc, a, g);
       for (int64_t end = min64(quads, k + n.quads); k < end; k += F::quads)
         for (int q = 0; q < P; ++q) {
-          __builtin_prefetch(line[q] + D::kAhead);
+          D::ask(in[q], skip);
           for (int j = 0; j < V; ++j) {
             u32 bytes[F::quads];
-            F::template bytes<I>(*(const u32*)(line[q] + j * L * 4), bytes);
+            F::template bytes<I>(*(const u32*)(in[q].line + j * L * 4), bytes);
             for (int t = 0; t < F::quads; ++t)
               for (int i = 0; i < M; ++i)
                 acc[i][q][j] = idot(acc[i][q][j], bytes[t], codes + i * a.ld + k + t);
           }
-          line[q] += kAlign;
+          in[q].line += kAlign;
         }
       const bf16* s[P];
       for (int q = 0; q < P; ++q) s[q] = scales[q] + scale;
@@ -215,13 +216,13 @@ struct Driver8 {
   }
   template <int P, int M>
   KT_OP void few_rows(const Quantized& a, const uint8_t* const* w, const bf16* const* s,
-                      int64_t quads, const Groups& n, float* c) {
+                      const Shape& shape, int64_t skip, const Groups& n, float* c) {
     if (a.m == M) {
-      if constexpr (2 * M * P * V <= I::registers) return few<M, P>(a, w, s, quads, n, c);
-      for (int q = 0; q < P; ++q) few<M, 1>(a, w + q, s + q, quads, n, c + q * kPanel);
+      if constexpr (2 * M * P * V <= I::registers) return few<M, P>(a, w, s, shape, skip, n, c);
+      for (int q = 0; q < P; ++q) few<M, 1>(a, w + q, s + q, shape, 0, n, c + q * kPanel);
       return;
     }
-    if constexpr (M > 1) few_rows<P, M - 1>(a, w, s, quads, n, c);
+    if constexpr (M > 1) few_rows<P, M - 1>(a, w, s, shape, skip, n, c);
   }
 
   template <int P>
@@ -233,7 +234,8 @@ struct Driver8 {
     const Shape& s = w[0]->shape;
     const int64_t quads = s.kp / 4;
     const Groups n = groups_of(s, a.group);
-    if (a.m <= I::few) return few_rows<P, I::few>(a, data, scale, quads, n, c);
+    if (a.m <= I::few)
+      return few_rows<P, I::few>(a, data, scale, s, D::template skip_of<P>(w, p), n, c);
     auto* b = (Bytes<P>*)scratch;
     for (int q = 0; q < P; ++q)
       for (int64_t k = 0; k < quads; k += F::quads)

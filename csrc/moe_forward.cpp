@@ -15,6 +15,7 @@ void down_columns(const Plan& p, int w, const bf16* h, const Quantized& codes, c
   for (int64_t e = 0; e < p.route.active(); ++e) {
     const Packed down = p.weight(p.route.expert[size_t(e)], kDown);
     const Packed* two[2] = {&down, &down};
+    if (e + 1 < p.route.active()) p.ask_for(p.route.expert[size_t(e + 1)], kDown, 2 * u0);
     row_blocks(p.route.start[size_t(e)], p.route.start[size_t(e) + 1], [&](int64_t i, int64_t m) {
       const BaseRows a =
           codes.codes

@@ -78,6 +78,14 @@ struct Plan {
     return (bf16*)scratch(-1, s, rows * ld * 2);
   }
 
+  // Asks memory for the beginning of a panel that is needed soon: reading on from there, few()
+  // looks ahead by itself.
+  void ask_for(int64_t expert, int projection, int64_t panel) const {
+    const Packed m = weight(expert, projection);
+    const uint8_t* at = m.data + panel * panel_bytes(m.shape, k.bits, k.scaled);
+    for (int64_t i = 0; i < 2048; i += kAlign) __builtin_prefetch(at + i);
+  }
+
   // Rows of src as operand A. ids: row numbers in src, or null for consecutive rows.
   Rows rows_of(int w, Slot s, const bf16* src, int64_t ld, const int32_t* ids, int64_t m,
                int64_t kk, int64_t kp) const;

@@ -93,7 +93,7 @@ class Experts:
         self.nbytes = int(self._layer.nbytes)
         self._buffer = _kt.Arena(self.nbytes) if buffer is None else buffer
         self._layer.attach(self._buffer)
-        self._filled = [[False] * 3 for _ in range(num_experts)]
+        self._to_fill = {(e, p) for e in range(num_experts) for p in range(3)}
 
     @staticmethod
     def packed_nbytes(
@@ -127,7 +127,7 @@ class Experts:
             buffer=buffer,
             name=name,
         )
-        layer._filled = [[True] * 3 for _ in range(num_experts)]
+        layer._to_fill.clear()
         return layer
 
     def put(self, expert: int, projection: str, weight: Tensor) -> None:
@@ -153,7 +153,7 @@ class Experts:
             raise ValueError(
                 f"{what} holds NaN or Inf; the checkpoint is damaged, load a good copy"
             )
-        self._filled[expert][p] = True
+        self._to_fill.discard((expert, p))
 
     def get(self, expert: int, projection: str) -> Tensor:
         """The dequantized matrix, fp32."""
@@ -164,12 +164,7 @@ class Experts:
 
     def missing(self) -> list[tuple[int, str]]:
         """(expert, projection) pairs that were never put."""
-        return [
-            (e, name)
-            for e, row in enumerate(self._filled)
-            for name, there in zip(PROJECTIONS, row, strict=True)
-            if not there
-        ]
+        return [(e, PROJECTIONS[p]) for e, p in sorted(self._to_fill)]
 
     def packed(self) -> memoryview:
         """The packed bytes (``nbytes`` long)."""
@@ -317,7 +312,7 @@ class Experts:
                 f"top_k_index {tuple(index.shape)}, top_k_weights {tuple(weights.shape)} and "
                 f"x {tuple(x.shape)} do not agree on [T, K]"
             )
-        if any(not all(row) for row in self._filled):
+        if self._to_fill:
             expert, projection = self.missing()[0]
             raise ValueError(
                 f"{self.name} expert {expert} {projection}_proj was never loaded; put it first"
