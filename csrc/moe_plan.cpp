@@ -47,7 +47,9 @@ Plan::Plan(const Layer& layer, const Batch& b, const Lora& lo, Route wave)
       kb(*plain.kernel),
       route(std::move(wave)),
       hp(round_up(layer.hidden, kBlock)),
-      ip(round_up(layer.intermediate, kBlock)) {
+      ip(round_up(layer.intermediate, kBlock)),
+      up_bytes(matrix_bytes(layer.shape(kUp), k.bits, k.scaled)),
+      down_bytes(matrix_bytes(layer.shape(kDown), k.bits, k.scaled)) {
   for (int p = 0; p < 3; ++p) rp[p] = transient_shape(0, lo.r[p]).kp;
 }
 

@@ -60,13 +60,15 @@ struct Plan {
   const Kernel &k, &kb;
   Route route;                     // the wave this plan is for
   int64_t hp, ip;                  // hidden, intermediate padded to kBlock
+  int64_t up_bytes, down_bytes;    // of a packed matrix
   int64_t rp[3];                   // LoRA ranks padded
   std::vector<Factors> factors{};  // [active][3]
 
   Plan(const Layer& layer, const Batch& b, const Lora& lo, Route wave);
 
   Packed weight(int64_t expert, int projection) const {
-    return {matrix_data(l, expert, projection), l.shape(projection)};
+    return {l.data + expert * (2 * up_bytes + down_bytes) + projection * up_bytes,
+            l.shape(projection)};
   }
   const Factors& factor(int64_t active, int p) const { return factors[size_t(active * 3 + p)]; }
   DropKey key(int p) const { return {lora.seed, p, lora.dropout}; }
