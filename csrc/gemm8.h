@@ -123,26 +123,39 @@ struct Driver8 {
       }
   }
   template <int M, int P>
+  KT_OP void load(const float* c, f32 (&total)[M][P][V]) {
+    for (int i = 0; i < M; ++i)
+      for (int q = 0; q < P; ++q)
+        for (int j = 0; j < V; ++j) total[i][q][j] = *(f32*)(c + i * kCols + q * kPanel + j * L);
+  }
+  template <int M, int P>
   KT_OP void store(const f32 (&total)[M][P][V], float* c) {
     for (int i = 0; i < M; ++i)
       for (int q = 0; q < P; ++q)
         for (int j = 0; j < V; ++j) *(f32*)(c + i * kCols + q * kPanel + j * L) = total[i][q][j];
   }
 
-  // P of the `width` panels that lie side by side in b. `ahead`: packed bytes needed next (gemm.h).
+  struct Block {  // of the reduction: groups [g0, g1), quads [k0, k1)
+    int64_t g0, g1, k0, k1;
+  };
+  // P of the `width` panels that lie side by side in b, which begins at the block; C goes on from
+  // the block before. `ahead`: packed bytes needed next (gemm.h).
   template <int M, int P>
   static __attribute__((noinline)) void tile(const Quantized& a, const u32* b, int64_t width,
-                                             const bf16* const* scales, int64_t quads,
+                                             const bf16* const* scales, const Block& block,
                                              const Groups& n, const uint8_t* ahead, float* c) {
     // sums and C together take at most three quarters of the registers
     constexpr bool hold = 8 * M * P * V <= 3 * I::registers;
     const Quad* row[(M + 2) / 3];
     for (int i = 0; i < M; i += 3) row[i / 3] = (const Quad*)a.codes + i * a.ld;
     f32 total[M][P][V] = {};
-    for (int64_t g = 0, k = 0, of_scale = 0, scale = 0; g < n.count; ++g) {
+    if (hold && block.g0) load<M, P>(c, total);
+    int64_t k = block.k0, of_scale = block.g0 % n.per_scale,
+            scale = block.g0 / n.per_scale * kPanel;
+    for (int64_t g = block.g0; g < block.g1; ++g) {
       i32 acc[M][P][V];
       begin<M, P>(acc, a, g);
-      for (int64_t end = min64(quads, k + n.quads); k < end; ++k, b += width * V) {
+      for (int64_t end = min64(block.k1, k + n.quads); k < end; ++k, b += width * V) {
         __builtin_prefetch(ahead + k * kAlign, 0, 2);
         for (int i = 0; i < M; ++i)
           for (int q = 0; q < P; ++q)
@@ -209,10 +222,10 @@ struct Driver8 {
 
   template <int P, int M>
   KT_OP void tile_rows(int64_t m, const Quantized& a, const u32* b, int64_t width,
-                       const bf16* const* s, int64_t quads, const Groups& n, const uint8_t* ahead,
-                       float* c) {
-    if (m == M) return tile<M, P>(a, b, width, s, quads, n, ahead, c);
-    if constexpr (M > 1) tile_rows<P, M - 1>(m, a, b, width, s, quads, n, ahead, c);
+                       const bf16* const* s, const Block& block, const Groups& n,
+                       const uint8_t* ahead, float* c) {
+    if (m == M) return tile<M, P>(a, b, width, s, block, n, ahead, c);
+    if constexpr (M > 1) tile_rows<P, M - 1>(m, a, b, width, s, block, n, ahead, c);
   }
   template <int P, int M>
   KT_OP void few_rows(const Quantized& a, const uint8_t* const* w, const bf16* const* s,
@@ -236,21 +249,42 @@ struct Driver8 {
     const Groups n = groups_of(s, a.group);
     if (a.m <= I::few)
       return few_rows<P, I::few>(a, data, scale, s, D::template skip_of<P>(w, p), n, c);
-    auto* b = (Bytes<P>*)scratch;
-    for (int q = 0; q < P; ++q)
-      for (int64_t k = 0; k < quads; k += F::quads)
-        for (int j = 0; j < V; ++j) {
-          u32 bytes[F::quads];
-          F::template bytes<I>(*(const u32*)(data[q] + k / F::quads * kAlign + j * L * 4), bytes);
-          for (int t = 0; t < F::quads; ++t) b[k + t].v[q][j] = bytes[t];
-        }
+    // Blocks of 128 quads: two panels' bytes (16 KB) stay in the L1 cache from the unpacking to the
+    // last row.
+    const int64_t step = max64(1, 128 / n.quads), bytes = panel_bytes(s, F::bits, F::scaled);
+    for (int64_t g = 0; g < n.count; g += step) {
+      const int64_t end = min64(n.count, g + step);
+      const Block block{g, end, g * n.quads, min64(quads, end * n.quads)};
+      auto* b = (Bytes<P>*)scratch;
+      for (int q = 0; q < P; ++q) unpack<P>(data[q], block, q, b);
+      const uint8_t* const next[2] = {data[0] + bytes, data[P - 1] + bytes};
+      rows_times<P>(a, b, scale, block, n, next, c);
+    }
+  }
+
+  // Lines of one panel as unsigned bytes into column q of b.
+  template <int P>
+  KT_OP void unpack(const uint8_t* data, const Block& block, int q, Bytes<P>* b) {
+    const uint8_t* line = data + block.k0 / F::quads * kAlign;
+    for (int64_t k = block.k0; k < block.k1; k += F::quads, line += kAlign, b += F::quads)
+      for (int j = 0; j < V; ++j) {
+        u32 bytes[F::quads];
+        F::template bytes<I>(*(const u32*)(line + j * L * 4), bytes);
+        for (int t = 0; t < F::quads; ++t) b[t].v[q][j] = bytes[t];
+      }
+  }
+
+  // All rows, in tiles of nearly equal height.
+  template <int P>
+  KT_OP void rows_times(const Quantized& a, const Bytes<P>* b, const bf16* const* scale,
+                        const Block& block, const Groups& n, const uint8_t* const* next, float* c) {
     constexpr int N = 4 * I::mr8 * P * V <= 3 * I::registers ? P : 1;  // panels per tile
-    const int64_t tiles = (a.m + I::mr8 - 1) / I::mr8, bytes = panel_bytes(s, F::bits, F::scaled);
+    const int64_t tiles = (a.m + I::mr8 - 1) / I::mr8;
     for (int q = 0; q < P; q += N)
       for (int64_t t = 0, i = 0; t < tiles; ++t) {
         const int64_t rows = (a.m - i + tiles - t - 1) / (tiles - t);
-        tile_rows<N, I::mr8>(rows, rows_from(a, i), b->v[q], P, scale + q, quads, n,
-                             data[t & 1 ? P - 1 : 0] + bytes, c + i * kCols + q * kPanel);
+        tile_rows<N, I::mr8>(rows, rows_from(a, i), b->v[q], P, scale + q, block, n, next[t & 1],
+                             c + i * kCols + q * kPanel);
         i += rows;
       }
   }
