@@ -138,12 +138,23 @@ struct Driver8 {
   struct Block {  // of the reduction: groups [g0, g1), quads [k0, k1)
     int64_t g0, g1, k0, k1;
   };
+  struct Slice {  // lines from `at` on, rate / 2^16 of one per step
+    const uint8_t* at;
+    int64_t rate;
+  };
+  // What tile t of `tiles` asks for: the first half of them share the block's lines of run 0.
+  KT_OP Slice slice(const uint8_t* const* run, int64_t t, int64_t tiles, const Block& b) {
+    const int64_t half = (tiles + 1) / 2, of = t < half ? half : tiles - half,
+                  lines = (b.k1 - b.k0) / F::quads, first = (t < half ? t : t - half) * lines / of;
+    return {run[t >= half] + (b.k0 / F::quads + first) * kAlign, (1 << 16) / (F::quads * of)};
+  }
   // P of the `width` panels that lie side by side in b, which begins at the block; C goes on from
-  // the block before. `ahead`: packed bytes needed next (gemm.h).
+  // the block before. Packed bytes needed next are asked for, spread over the steps: these are so
+  // short that a line in each would wait for memory.
   template <int M, int P>
   static __attribute__((noinline)) void tile(const Quantized& a, const u32* b, int64_t width,
                                              const bf16* const* scales, const Block& block,
-                                             const Groups& n, const uint8_t* ahead, float* c) {
+                                             const Groups& n, const Slice& next, float* c) {
     // sums and C together take at most three quarters of the registers
     constexpr bool hold = 8 * M * P * V <= 3 * I::registers;
     const Quad* row[(M + 2) / 3];
@@ -156,7 +167,7 @@ struct Driver8 {
       i32 acc[M][P][V];
       begin<M, P>(acc, a, g);
       for (int64_t end = min64(block.k1, k + n.quads); k < end; ++k, b += width * V) {
-        __builtin_prefetch(ahead + k * kAlign, 0, 2);
+        __builtin_prefetch(next.at + ((k - block.k0) * next.rate >> 16) * kAlign, 0, 2);
         for (int i = 0; i < M; ++i)
           for (int q = 0; q < P; ++q)
             for (int j = 0; j < V; ++j)
@@ -222,10 +233,10 @@ struct Driver8 {
 
   template <int P, int M>
   KT_OP void tile_rows(int64_t m, const Quantized& a, const u32* b, int64_t width,
-                       const bf16* const* s, const Block& block, const Groups& n,
-                       const uint8_t* ahead, float* c) {
-    if (m == M) return tile<M, P>(a, b, width, s, block, n, ahead, c);
-    if constexpr (M > 1) tile_rows<P, M - 1>(m, a, b, width, s, block, n, ahead, c);
+                       const bf16* const* s, const Block& block, const Groups& n, const Slice& next,
+                       float* c) {
+    if (m == M) return tile<M, P>(a, b, width, s, block, n, next, c);
+    if constexpr (M > 1) tile_rows<P, M - 1>(m, a, b, width, s, block, n, next, c);
   }
   template <int P, int M>
   KT_OP void few_rows(const Quantized& a, const uint8_t* const* w, const bf16* const* s,
@@ -277,14 +288,14 @@ struct Driver8 {
   // All rows, in tiles of nearly equal height.
   template <int P>
   KT_OP void rows_times(const Quantized& a, const Bytes<P>* b, const bf16* const* scale,
-                        const Block& block, const Groups& n, const uint8_t* const* next, float* c) {
+                        const Block& block, const Groups& n, const uint8_t* const* run, float* c) {
     constexpr int N = 4 * I::mr8 * P * V <= 3 * I::registers ? P : 1;  // panels per tile
     const int64_t tiles = (a.m + I::mr8 - 1) / I::mr8;
     for (int q = 0; q < P; q += N)
       for (int64_t t = 0, i = 0; t < tiles; ++t) {
         const int64_t rows = (a.m - i + tiles - t - 1) / (tiles - t);
-        tile_rows<N, I::mr8>(rows, rows_from(a, i), b->v[q], P, scale + q, block, n, next[t & 1],
-                             c + i * kCols + q * kPanel);
+        tile_rows<N, I::mr8>(rows, rows_from(a, i), b->v[q], P, scale + q, block, n,
+                             slice(run, t, tiles, block), c + i * kCols + q * kPanel);
         i += rows;
       }
   }
