@@ -138,6 +138,7 @@ struct Driver8 {
   struct Block {  // of the reduction: groups [g0, g1), quads [k0, k1)
     int64_t g0, g1, k0, k1;
   };
+  static constexpr int kUnroll = 4;
   struct Slice {  // lines from `at` on, rate / 2^16 of one per step
     const uint8_t* at;
     int64_t rate;
@@ -166,12 +167,15 @@ struct Driver8 {
     for (int64_t g = block.g0; g < block.g1; ++g) {
       i32 acc[M][P][V];
       begin<M, P>(acc, a, g);
-      for (int64_t end = min64(block.k1, k + n.quads); k < end; ++k, b += width * V) {
+      // Groups are multiples of 8 quads. Unrolled, so that their ends are predicted.
+      for (int64_t end = min64(block.k1, k + n.quads); k < end; k += kUnroll) {
         __builtin_prefetch(next.at + ((k - block.k0) * next.rate >> 16) * kAlign, 0, 2);
-        for (int i = 0; i < M; ++i)
-          for (int q = 0; q < P; ++q)
-            for (int j = 0; j < V; ++j)
-              acc[i][q][j] = idot(acc[i][q][j], b[q * V + j], row[i / 3] + (i % 3) * a.ld + k);
+        for (int u = 0; u < kUnroll; ++u, b += width * V)
+          for (int i = 0; i < M; ++i)
+            for (int q = 0; q < P; ++q)
+              for (int j = 0; j < V; ++j)
+                acc[i][q][j] =
+                    idot(acc[i][q][j], b[q * V + j], row[i / 3] + (i % 3) * a.ld + k + u);
       }
       const bf16* s[P];
       for (int q = 0; q < P; ++q) s[q] = scales[q] + scale;
