@@ -156,8 +156,8 @@ struct Driver8 {
   static __attribute__((noinline)) void tile(const Quantized& a, const u32* b, int64_t width,
                                              const bf16* const* scales, const Block& block,
                                              const Groups& n, const Slice& next, float* c) {
-    // sums and C together take at most three quarters of the registers
-    constexpr bool hold = 8 * M * P * V <= 3 * I::registers;
+    // sums, C, two weights and a broadcast have to fit the registers
+    constexpr bool hold = 2 * M * P * V + 3 <= I::registers;
     const Quad* row[(M + 2) / 3];
     for (int i = 0; i < M; i += 3) row[i / 3] = (const Quad*)a.codes + i * a.ld;
     f32 total[M][P][V] = {};

@@ -9,7 +9,7 @@ namespace {
 struct Isa_avx512_vnni : Isa_avx512 {
   static constexpr const char* name = "avx512_vnni";
   static constexpr int mr8 =
-      6;  // 6 x 2 sums and 6 x 2 of C: folding a group costs no memory access
+      7;  // 7 x 2 sums and 7 x 2 of C: folding a group costs no memory access
   using Quad = Lanes<16>::Quad;
   KT_OP Quad quad(const int8_t* a) { return Lanes<16>::quad(a); }
   KT_OP void quads(Quad* q, const int8_t* a) { Lanes<16>::quads(q, a); }
