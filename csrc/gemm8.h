@@ -196,6 +196,8 @@ struct Driver8 {
           F::template bytes<I>(*(const u32*)(data[q] + k / F::quads * kAlign + j * L * 4), bytes);
           for (int t = 0; t < F::quads; ++t) b[k + t].v[q][j] = bytes[t];
         }
+    if constexpr (requires { I::matrix_tiles; })  // exact sums: the same bits as below
+      if (I::template matmul8<P>(a, b, scale, quads, n.quads, n.per_scale, c)) return;
     const int64_t tiles = (a.m + I::mr - 1) / I::mr;
     for (int64_t t = 0, i = 0; t < tiles; ++t) {
       const int64_t rows = (a.m - i + tiles - t - 1) / (tiles - t);
