@@ -125,8 +125,9 @@ struct Isa_amx : Isa_avx512_bf16 {
   static constexpr const char* name = "amx";
   static constexpr bool matrix_tiles = true;  // matmul and matmul8 below; see dense() in gemm.h
   static constexpr int64_t kChunk = 128;      // pairs: 16 KB of B, and 16 KB of A pass beside it
-  // Vector products that tiles must replace. ldtilecfg and tilerelease take about 217 cycles by
-  // Intel's tables, the latency of load, product and store 120 more, so the break-even is where
+  // Vector products that tiles must replace, counted, not timed: no CPU with AMX was at hand.
+  // ldtilecfg and tilerelease are taken as 217 cycles (204 + 13, Intel's optimization manual), the
+  // latency of load, product and store as 120 more, so the break-even is where
   // vectors need about 1,300 instructions (4 a cycle): 16 rows x 8 pairs x 2 panels are 256
   // vdpbf16ps in 1,263 instructions, in tiles 160. For 32 rows x 2048 x 32 columns a configuration
   // is 5 % of the products' 4,096 cycles, for kRowBlock rows 1 %.
