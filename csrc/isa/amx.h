@@ -125,12 +125,12 @@ struct Isa_amx : Isa_avx512_bf16 {
   static constexpr const char* name = "amx";
   static constexpr bool matrix_tiles = true;  // matmul and matmul8 below; see dense() in gemm.h
   static constexpr int64_t kChunk = 128;      // pairs: 16 KB of B, and 16 KB of A pass beside it
-  // Vector products that tiles must replace, counted, not timed: no CPU with AMX was at hand.
-  // ldtilecfg and tilerelease are taken as 217 cycles (204 + 13, Intel's optimization manual), the
-  // latency of load, product and store as 120 more, so the break-even is where
-  // vectors need about 1,300 instructions (4 a cycle): 16 rows x 8 pairs x 2 panels are 256
-  // vdpbf16ps in 1,263 instructions, in tiles 160. For 32 rows x 2048 x 32 columns a configuration
-  // is 5 % of the products' 4,096 cycles, for kRowBlock rows 1 %.
+  // Vector products that tiles must replace, from counted instructions (no CPU with AMX was at
+  // hand): ldtilecfg and tilerelease are taken as 217 cycles (204 + 13, Intel's optimization
+  // manual), the latency of one load, product and store as 120, so the break-even is where vectors
+  // need about 1,350 instructions, four a cycle. 16 rows x 8 pairs x 2 panels are 256 vdpbf16ps in
+  // 1,428 instructions; tiles take 160. For 32 rows x 2048 x 32 columns a configuration is 5 % of
+  // the products' 4,096 cycles, for kRowBlock rows 1 %.
   static constexpr int64_t kTileWork = 256;
 
   // C (+)= A x lines, as dense(); false: too little work for a tile configuration.
