@@ -88,11 +88,15 @@ KT_OP void tile_rows(int64_t m, const typename I::A* a, int64_t lda, const typen
     tile_rows<I, P, M - 1>(m, a, lda, b, width, scales, unit, pairs, step, add, ahead, jump, c);
 }
 
-// All rows over unpacked lines, in tiles of nearly equal height.
+// All rows over unpacked lines, in tiles of nearly equal height. An ISA with `matrix_tiles` is
+// asked first: its matmul() does the whole product in its own order (codes as they are: unit 1),
+// or returns false.
 template <class I, int P>
 void dense(const Rows& a, const Line<I, P>* b, const bf16* const* scales, float unit, int64_t pairs,
            int64_t step, bool add, const Ahead& next, float* c) {
   if (!a.m) return;
+  if constexpr (requires { I::matrix_tiles; })
+    if (I::template matmul<P>(a, b, scales, pairs, step, add, c)) return;
   // Panels per tile: accumulators take at most three quarters of the registers.
   constexpr int N = 4 * I::mr * P * kVecs<I> <= 3 * I::registers ? P : 1;
   int64_t tiles = (a.m + I::mr - 1) / I::mr;

@@ -264,6 +264,11 @@ struct Driver8 {
     const Groups n = groups_of(s, a.group);
     if (a.m <= I::few)
       return few_rows<P, I::few>(a, data, scale, s, D::template skip_of<P>(w, p), n, c);
+    if constexpr (requires { I::matrix_tiles; }) {  // exact sums: the same bits as below
+      auto* b = (Bytes<P>*)scratch;
+      for (int q = 0; q < P; ++q) unpack<P>(data[q], {0, n.count, 0, quads}, q, b);
+      if (I::template matmul8<P>(a, b, scale, quads, n.quads, n.per_scale, c)) return;
+    }
     // Blocks of 128 quads: two panels' bytes (16 KB) stay in the L1 cache from the unpacking to the
     // last row.
     const int64_t step = max64(1, 128 / n.quads), bytes = panel_bytes(s, F::bits, F::scaled);

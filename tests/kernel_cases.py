@@ -115,14 +115,14 @@ def check_close(
     bar: float,
     rows: bool = True,
     element: float = ELEMENT_BAR,
-) -> None:
-    """The three conditions of DESIGN section 5."""
+) -> float:
+    """The three conditions of DESIGN section 5; returns the relative error."""
     assert out.shape == ref.shape, name
     assert torch.isfinite(out).all(), name
     err = relative(out, ref)
     assert err <= bar, f"{name}: relative error {err:.2e} > {bar:.0e}"
     if not rows or ref.dim() < 2 or not ref.numel():
-        return
+        return err
     o, t = out.float().reshape(-1, ref.shape[-1]), ref.reshape(-1, ref.shape[-1])
     rms = t.pow(2).mean(-1).sqrt()
     live = rms > 1e-3 * rms.max()
@@ -130,6 +130,7 @@ def check_close(
     assert row.max() <= 3 * bar, f"{name}: row error {row.max():.2e} > {3 * bar:.1e}"
     worst = ((o - t).abs() / rms[:, None])[live].max()
     assert worst <= element, f"{name}: an element is off by {worst:.3f} of its row's RMS"
+    return err
 
 
 def make_dy(case: Case) -> torch.Tensor:
@@ -140,14 +141,16 @@ def make_dy(case: Case) -> torch.Tensor:
     return (noise + out / out.pow(2).mean().sqrt().clamp_min(1e-30)).to(torch.bfloat16)
 
 
-def check_case(case: Case, saved: bool = True) -> None:
+def check_case(case: Case, saved: bool = True, masks=None) -> dict[str, float]:
+    """Forward and backward against the reference; returns the relative errors by name."""
     dy = make_dy(case)
-    ref, grads = case.run_reference(dy)
+    ref, grads = case.run_reference(dy, masks)
     out, kept = case.layer.forward(case.x.float(), case.index, case.weights, case.lora, save=saved)
-    check_close("forward", out, ref, FORWARD_BAR)
+    errors = {"forward": check_close("forward", out, ref, FORWARD_BAR)}
     got = case.layer.backward(dy.float(), case.x.float(), case.index, case.weights, case.lora, kept)
-    check_close("dx", got.dx, grads["dx"], GRAD_BAR)
-    check_close("dw", got.dw, grads["dw"], GRAD_BAR, rows=False)
+    errors["dx"] = check_close("dx", got.dx, grads["dx"], GRAD_BAR)
+    errors["dw"] = check_close("dw", got.dw, grads["dw"], GRAD_BAR, rows=False)
     for p in got.a:
-        check_close(f"a.{p}", got.a[p], grads[f"a.{p}"], GRAD_BAR, rows=False)
-        check_close(f"b.{p}", got.b[p], grads[f"b.{p}"], GRAD_BAR, rows=False)
+        for name, value in ((f"a.{p}", got.a[p]), (f"b.{p}", got.b[p])):
+            errors[name] = check_close(name, value, grads[name], GRAD_BAR, rows=False)
+    return errors

@@ -63,10 +63,12 @@ def test_opcodes_stay_in_their_objects(objects):
     assert not AVX.search(code["scalar"])
     assert not WIDE.search(code["avx2"]) and "%ymm" in code["avx2"]
     for tier, text in code.items():
-        assert ("vdpbf16ps" in text) == (tier == "avx512_bf16"), tier
-        assert ("%zmm" in text) == tier.startswith("avx512"), tier
-        assert ("vpdpbusd" in text) == (tier in ("avx512_vnni", "avx512_bf16")), tier
-        assert "tdp" not in text, tier
+        bf16 = tier in ("avx512_bf16", "amx")
+        assert ("vdpbf16ps" in text) == bf16, tier
+        assert ("%zmm" in text) == (tier.startswith("avx512") or tier == "amx"), tier
+        assert ("vpdpbusd" in text) == (bf16 or tier == "avx512_vnni"), tier
+        for tile in ("tdpbf16ps", "tdpbsud", "ldtilecfg", "tilerelease"):
+            assert (tile in text) == (tier == "amx"), (tier, tile)
 
 
 def test_every_isa_and_format_file_is_registered():

@@ -1,0 +1,84 @@
+"""The amx tier on any CPU with AVX-512 BF16: its compiled code runs with AMX instructions emulated
+(tests/amx/trap.cpp), or as it is where the CPU has AMX.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kt_core import kernels
+
+HERE = Path(__file__).resolve().parent
+REPORT = HERE.parent / "build" / "amx-report.json"
+BUDGET = 1_000_000  # emulated AMX instructions: 5 seconds
+MISSING = {str(k["isa"]): str(k["missing"]) for k in kernels()}
+LACKS = MISSING.get("avx512_bf16", "everything that is x86")
+
+pytestmark = pytest.mark.skipif(
+    LACKS != "",
+    reason=f"the amx tier needs avx512_bf16 too, and this CPU lacks {LACKS}",
+)
+REAL = MISSING.get("amx") == ""
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """trap.so, probe.so and selftest; nothing of them is part of a release."""
+    out = tmp_path_factory.mktemp("amx")
+    compile_ = [os.environ.get("CXX", "c++"), "-std=c++20", "-Wall", "-Wextra", "-Werror"]
+    shared = ["-fPIC", "-shared"]
+    flags = {
+        "trap.so": ["-O3", "-mavx2", "-mfma", *shared, "trap.cpp", "-ldl"],
+        "probe.so": ["-O2", *shared, "probe.cpp"],
+        "selftest": ["-O2", "-ffp-contract=off", "selftest.cpp"],
+    }
+    for name, args in flags.items():
+        subprocess.run([*compile_, *args, "-o", str(out / name)], check=True, cwd=HERE / "amx")
+    return out
+
+
+def environment(built) -> dict[str, str]:
+    env = {**os.environ, "TILE_PROBE": str(built / "probe.so"), "TILE_REPORT": str(REPORT)}
+    env.pop("KT_ISA", None)
+    return env if REAL else {**env, "LD_PRELOAD": str(built / "trap.so")}
+
+
+def test_instructions_match_a_scalar_model(built):
+    args = [str(built / "selftest"), "1500", *(["real"] if REAL else [])]
+    done = subprocess.run(args, env=environment(built), capture_output=True, text=True)
+    found = dict(line.split() for line in done.stdout.splitlines())
+    assert len(found) == 7 and set(found.values()) == {"0"}, done
+    assert done.returncode == 0, done
+
+
+def test_amx_tier(built):
+    """Runs tests/amx/amx_kernels.py; build/amx-report.json says what was counted."""
+    REPORT.parent.mkdir(exist_ok=True)
+    REPORT.unlink(missing_ok=True)
+    paths = [str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
+    env = {**environment(built), "PYTHONPATH": os.pathsep.join(paths)}
+    suite = [str(HERE / "amx" / "amx_kernels.py"), "-p", "no:cacheprovider", "-q"]
+    pytest_ = [sys.executable, "-m", "pytest", "-o", "markers=products: tdp* it must run"]
+    done = subprocess.run([*pytest_, *suite], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    report = json.loads(REPORT.read_text())
+    assert report["mode"] == ("real" if REAL else "emulated")
+    if not REAL:
+        ran = report["instructions"]
+        assert ran["tdpbf16ps"] > 0 and ran["tdpbsud"] > 0
+        assert ran["ldtilecfg"] >= ran["tilerelease"] > 0
+        assert sum(ran.values()) < BUDGET, ran
+    assert report["largest_relative_errors"]
+
+
+def test_release_has_none_of_the_emulator():
+    import kt_core._kt as ext
+
+    names = subprocess.check_output(["nm", "-D", ext.__file__], text=True)
+    assert "amx_count" not in names and "tiles_configured_here" not in names
