@@ -382,8 +382,66 @@ struct Driver {
     for (int64_t k = s.k; k < s.kp; ++k) v[k] = 0;
   }
 
+  // L channels that lie side by side in src, from element `at` on.
+  KT_OP f32 load_channels(const void* src, DType t, int64_t at) {
+    return t == DType::kF32 ? *(const f32*)((const float*)src + at)
+                            : I::load_bf16((const bf16*)src + at);
+  }
+  // A panel of a matrix that is transposed in memory: no value has to be moved between lanes.
+  KT_OP f32 pack_across(const void* src, DType t, int64_t cs, const Shape& s, int64_t channel,
+                        uint8_t* line) {
+    f32 bad = {};
+    bf16 half[2][L];
+    for (int64_t k = 0; k < s.kp; k += 2, line += kAlign)
+      for (int j = 0; j < V; ++j) {
+        for (int64_t x = 0; x < 2; ++x) {
+          f32 v = {};
+          if (k + x < s.k) v = load_channels(src, t, channel + j * L + (k + x) * cs);
+          bad += v - v;
+          I::store_bf16(half[x], v);
+        }
+        *(u32*)(line + j * L * 4) = (u32)I::load_bf16(half[0]) >> 16 | (u32)I::load_bf16(half[1]);
+      }
+    return bad;
+  }
+  // Formats without scales: LoRA factors are packed anew in every call, so this one is fast.
+  static bool pack_plain(const void* src, DType t, int64_t rs, int64_t cs, const Shape& s,
+                         int64_t p0, int64_t p1, uint8_t* dst, void* scratch) {
+    float* v = (float*)scratch;
+    bf16* code = (bf16*)(v + s.kp);
+    f32 bad = {};
+    float odd = 0;
+    for (int64_t p = p0; p < p1; ++p) {
+      uint8_t* line = dst + p * panel_bytes(s, F::bits, F::scaled);
+      if (rs == 1 && t != DType::kF16 && (p + 1) * kPanel <= s.n) {
+        bad += pack_across(src, t, cs, s, p * kPanel, line);
+        continue;
+      }
+      for (int64_t r = 0; r < kPanel; ++r) {
+        const int64_t n = p * kPanel + r;
+        if (n < s.n) {
+          load_row(src, t, n * rs, cs, s, v);
+        } else {
+          __builtin_memset(v, 0, size_t(s.kp) * 4);
+        }
+        int64_t k = 0;
+        for (; k + L <= s.kp; k += L) {
+          const f32 x = *(const f32*)(v + k);
+          bad += x - x;
+          I::store_bf16(code + k, x);
+        }
+        for (; k < s.kp; ++k) odd += v[k] - v[k], code[k] = narrow(v[k]);
+        auto* to = (uint32_t*)line + r;
+        for (int64_t i = 0; i < s.kp / 2; ++i) to[i * kPanel] = ((const uint32_t*)code)[i];
+      }
+    }
+    for (int e = 0; e < L; ++e) odd += bad[e];
+    return odd == 0;
+  }
+
   static bool pack(const void* src, DType t, int64_t rs, int64_t cs, const Shape& s, int64_t p0,
                    int64_t p1, uint8_t* dst, void* scratch) {
+    if constexpr (!F::scaled) return pack_plain(src, t, rs, cs, s, p0, p1, dst, scratch);
     constexpr int per_line = 2 * F::pairs;
     const int64_t step = F::scaled ? group_size(s) : s.kp;
     float* v = (float*)scratch;

@@ -171,12 +171,16 @@ void low_rank_grad(const Plan& p, int w, int64_t e, const LowRankGrad& j) {
       for (int64_t col = 0; col < j.width; col += kCols) {
         float* c = p.c(w);
         p.kb.tn(at, wide, ld, ids, m, col, j.width, false, c, p.panels(w));
-        for (int64_t x = 0; x < jr; ++x)
-          for (int64_t y = 0; y < min64(kCols, j.width - col); ++y) {
-            float& o =
-                j.transposed ? out[(col + y) * r + j0 + x] : out[(j0 + x) * j.width + col + y];
-            o = i == begin ? c[x * kCols + y] : o + c[x * kCols + y];
-          }
+        const int64_t cols = min64(kCols, j.width - col);
+        auto put = [&](float& o, float value) { o = i == begin ? value : o + value; };
+        if (j.transposed) {  // rows of out are contiguous in x
+          for (int64_t y = 0; y < cols; ++y)
+            for (int64_t x = 0; x < jr; ++x) put(out[(col + y) * r + j0 + x], c[x * kCols + y]);
+        } else {
+          for (int64_t x = 0; x < jr; ++x)
+            for (int64_t y = 0; y < cols; ++y)
+              put(out[(j0 + x) * j.width + col + y], c[x * kCols + y]);
+        }
       }
     }
   }
