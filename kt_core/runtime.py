@@ -98,6 +98,12 @@ def _apply_environment() -> None:
         log.setLevel(level.upper())
     force_isa(os.environ.get("KT_ISA"))
     set_threads(None)
+    if _kt.tiles_refused():
+        log.warning(
+            "this CPU has AMX, but the operating system refused this process the use of its tiles; "
+            "expert kernels run on %s instead",
+            isa(),
+        )
 
 
 _apply_environment()
