@@ -22,7 +22,11 @@ _seconds_lock = threading.Lock()
 
 
 def kernels() -> list[dict[str, object]]:
-    """Compiled kernels: ``isa``, ``format``, ``usable``, ``missing`` CPU features, ``calls``."""
+    """Compiled kernels, the preferred tier last.
+
+    Keys: ``isa``, ``format``, ``usable``, CPU features it ``needs`` and those ``missing`` here,
+    ``int8_domain`` (it also computes with quantized activations), ``calls`` so far.
+    """
     return list(_kt.kernels())
 
 

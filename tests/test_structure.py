@@ -91,7 +91,7 @@ def test_code_outside_the_tiers_runs_on_any_x86_64(objects):
     """xgetbv, which cpu.cpp guards by CPUID, is the exception."""
     for name, path in {**native_build.generic_objects(), "scalar": objects["scalar"]}.items():
         listed = instructions(path)
-        assert len(listed) > 50, name
+        assert len(listed) > 5, name
         newer = [text for code, text in listed if beyond_x86_64(code, text)]
         assert not newer, (name, newer[:5])
         assert any("xgetbv" in text for _, text in listed) == (name == "cpu.cpp"), name
