@@ -19,7 +19,7 @@ BEGIN, END = "<!-- tiers:begin -->", "<!-- tiers:end -->"
 FIRST_CPUS = {
     "scalar": "any x86-64",
     "avx2": "Haswell, Zen",
-    "avx_vnni": "Alder Lake, Zen 5",
+    "avx_vnni": "Alder Lake",
     "avx512": "Skylake-X",
     "avx512_vnni": "Cascade Lake, Ice Lake",
     "avx512_bf16": "Sapphire Rapids, Zen 4",

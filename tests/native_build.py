@@ -49,5 +49,12 @@ def extension() -> Path:
 
 def generic_objects() -> dict[str, Path]:
     """The objects of the extension that run on every CPU, by the name of their source."""
-    files = build("_kt") / "CMakeFiles" / "_kt.dir" / "csrc"
-    return {p.name.removesuffix(".o"): p for p in files.glob("*.cpp.o")}
+    files = build("_kt") / "CMakeFiles"
+    names = {p.name for p in CSRC.glob("*.cpp")} - {"kernel.cpp"}  # that one is the tiers'
+    target = {n: "_kt" if n == "bind.cpp" else "kt_generic" for n in names}
+    return {n: files / f"{t}.dir" / "csrc" / f"{n}.o" for n, t in target.items()}
+
+
+def tier_check() -> Path:
+    """The program of tests/tier_check.cpp."""
+    return build("tier_check") / "tier_check"
