@@ -33,7 +33,7 @@ lint: setup  ## ruff, mypy and clang-format, changing nothing
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	@find csrc -name '*.h' -o -name '*.cpp' | xargs $(BIN)/clang-format --dry-run --Werror
+	@find csrc tests -name '*.h' -o -name '*.cpp' | xargs $(BIN)/clang-format --dry-run --Werror
 
 bench: setup  ## time the expert kernels against the machine's roofs and transformers
 	$(BIN)/python bench/run.py
