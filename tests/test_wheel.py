@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 import subprocess
 import sys
@@ -67,8 +66,8 @@ def test_is_a_manylinux_wheel_of_the_package_alone(installed: Installed) -> None
     name = installed.wheel.name
     assert "manylinux_2_28_x86_64" in name
     assert f"-cp{sys.version_info[0]}{sys.version_info[1]}-" in name
-    shown = run(sys.executable, "-m", "auditwheel", "show", installed.wheel)
-    assert re.search(r"consistent with the\s+following platform tag: \"manylinux_2_2\d_x86", shown)
+    shown = " ".join(run(sys.executable, "-m", "auditwheel", "show", installed.wheel).split())
+    assert 'is consistent with the following platform tag: "manylinux_2_2' in shown
     with zipfile.ZipFile(installed.wheel) as archive:
         names = archive.namelist()
     assert {n.split("/")[0].split("-")[0] for n in names} == {"kt_core", "kt_sft"}

@@ -1,7 +1,7 @@
 // flags: -mavx2 -mfma -mf16c -mavxvnni
 // cpu: avx2 fma avx_vnni
-// vpdpbusd on ymm in its VEX encoding, for the int8 domain: client CPUs since Alder Lake, which have
-// no AVX-512. Everything else is avx2's.
+// vpdpbusd on ymm in its VEX encoding, for the int8 domain: client CPUs since Alder Lake, which
+// have no AVX-512. Everything else is avx2's.
 #pragma once
 #include "isa/avx2.h"
 
