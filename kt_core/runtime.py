@@ -24,8 +24,9 @@ _seconds_lock = threading.Lock()
 def kernels() -> list[dict[str, object]]:
     """Compiled kernels, the preferred tier last.
 
-    Keys: ``isa``, ``format``, ``usable``, CPU features it ``needs`` and those ``missing`` here,
-    ``int8_domain`` (it also computes with quantized activations), ``calls`` so far.
+    Keys: ``isa``, ``format``, ``usable``, CPU features it ``needs`` and those ``missing`` here, the
+    CPU vendor it is ``slow_on`` (not chosen there), ``int8_domain`` (it also computes with
+    quantized activations), ``calls`` so far.
     """
     return list(_kt.kernels())
 

@@ -32,17 +32,20 @@ def block() -> str:
     """What belongs between the markers: a row per tier, the preferred one last."""
     rows: dict[str, dict[str, str]] = {}
     needs: dict[str, str] = {}
+    slow: dict[str, str] = {}
     for k in kernels():
         isa = str(k["isa"])
         does = "forward, backward" + (", int8 domain" if k["int8_domain"] else "")
         rows.setdefault(isa, {})[str(k["format"])] = does
+        slow[isa] = str(k["slow_on"]).removeprefix("Genuine").removeprefix("Authentic")
         needs[isa] = ", ".join(f"`{f}`" for f in str(k["needs"]).split()) or "-"
     formats = list(next(iter(rows.values())))
     lines = [("tier", "first CPUs", "CPU features", *formats), ("---",) * (3 + len(formats))]
     for isa, does in rows.items():
-        mark = " (emulated only)" if isa in NOT_ON_SILICON else ""
-        cells = (does[f] for f in formats)
-        lines.append((f"`{isa}`{mark}", FIRST_CPUS.get(isa, ""), needs[isa], *cells))
+        notes = ["emulated only"] if isa in NOT_ON_SILICON else []
+        notes += [f"not preferred on {slow[isa]}"] if slow[isa] else []
+        name = f"`{isa}`" + (f" ({', '.join(notes)})" if notes else "")
+        lines.append((name, FIRST_CPUS.get(isa, ""), needs[isa], *(does[f] for f in formats)))
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 

@@ -39,7 +39,7 @@ def check(*command: str) -> tuple[str, list[str]]:
 def test_this_cpu():
     chosen, tiers = check()
     assert tiers == list(dict.fromkeys(k["isa"] for k in kernels() if k["usable"]))
-    assert chosen == tiers[-1]
+    assert chosen in tiers
 
 
 @emulated

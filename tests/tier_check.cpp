@@ -208,7 +208,7 @@ struct Case {
 
 int run(const char* only) {
   constexpr uint32_t kAll = ~0u;
-  if (only) use_cpu(CpuRegisters{kAll, kAll, kAll, kAll, kAll, kAll, true});
+  if (only) use_cpu(CpuRegisters{kAll, kAll, kAll, kAll, kAll, kAll, true, ""});
   std::printf("chosen %s\n", only ? only : current_isa().c_str());
   set_threads(2, true);
   bool good = true;

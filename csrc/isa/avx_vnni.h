@@ -18,6 +18,7 @@ struct Isa_avx_vnni : Isa_avx2 {
     __builtin_memcpy(&x, q->v, 4);
     return (i32)_mm256_dpbusd_avx_epi32((__m256i)acc, (__m256i)w, _mm256_set1_epi32(x));
   }
+  KT_OP i32 idot_small(i32 acc, u32 w, const Quad* q, auto) { return idot(acc, w, q); }
 };
 }  // namespace
 }  // namespace kt
