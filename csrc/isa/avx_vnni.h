@@ -9,14 +9,12 @@ namespace kt {
 namespace {
 struct Isa_avx_vnni : Isa_avx2 {
   static constexpr const char* name = "avx_vnni";
-  struct Quad {
-    int8_t v[4];  // order of the weight bytes: k0 k2 k1 k3
-  };
-  KT_OP Quad quad(const int8_t* a) { return {{a[0], a[2], a[1], a[3]}}; }
+  static constexpr int mr8 = 6;  // 6 x 2 sums + 2 weights + 1 broadcast = 15 of 16 registers
+  using Quad = Lanes<8>::Quad;
+  KT_OP Quad quad(const int8_t* a) { return Lanes<8>::quad(a); }
+  KT_OP void quads(Quad* q, const int8_t* a) { Lanes<8>::quads(q, a); }
   KT_OP i32 idot(i32 acc, u32 w, const Quad* q) {
-    int x;
-    __builtin_memcpy(&x, q->v, 4);
-    return (i32)_mm256_dpbusd_avx_epi32((__m256i)acc, (__m256i)w, _mm256_set1_epi32(x));
+    return (i32)_mm256_dpbusd_avx_epi32((__m256i)acc, (__m256i)w, dword_at(q->v));
   }
   KT_OP i32 idot_small(i32 acc, u32 w, const Quad* q, auto) { return idot(acc, w, q); }
 };
