@@ -2,6 +2,7 @@
 PYTHON ?= python3
 TORCH_INDEX ?=
 BIN := .venv/bin
+DIST := dist
 # One OpenMP thread: on few cores, OpenMP threads that wait for each other by spinning cost more
 # than they bring on models as small as the tests'.
 TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
@@ -41,8 +42,12 @@ bench-peers: setup  ## the same with kt-kernel beside them, in a virtual environ
 	$(BIN)/python bench/peers_setup.py
 	$(BIN)/python bench/run.py --peers
 
-wheel: setup  ## build a wheel into dist/
-	$(BIN)/python -m pip wheel --no-deps --no-build-isolation --wheel-dir dist .
+wheel: setup  ## build a manylinux wheel with every tier into dist/, checked by auditwheel
+	rm -rf $(DIST)/raw
+	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir $(DIST)/raw .
+	PATH=$(abspath $(BIN)):$$PATH $(BIN)/python -m auditwheel repair --plat manylinux_2_28_x86_64 \
+	  --wheel-dir $(DIST) $(DIST)/raw/*.whl
+	rm -r $(DIST)/raw
 
 clean:  ## remove what was built and trained (.venv stays; `rm -r .venv` removes it)
 	rm -rf build dist demo .pytest_cache .mypy_cache .ruff_cache

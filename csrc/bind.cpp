@@ -81,6 +81,9 @@ py::list list_kernels() {
     d["format"] = e.kernel->format;
     d["usable"] = e.usable;
     d["missing"] = missing_features(e.kernel->cpu);
+    d["needs"] = e.kernel->cpu;
+    d["slow_on"] = e.kernel->slow_on;
+    d["int8_domain"] = e.kernel->quad_size > 0;
     d["calls"] = e.calls->load();
     out.append(d);
   }

@@ -22,7 +22,12 @@ _seconds_lock = threading.Lock()
 
 
 def kernels() -> list[dict[str, object]]:
-    """Compiled kernels: ``isa``, ``format``, ``usable``, ``missing`` CPU features, ``calls``."""
+    """Compiled kernels, the preferred tier last.
+
+    Keys: ``isa``, ``format``, ``usable``, CPU features it ``needs`` and those ``missing`` here, the
+    CPU vendor it is ``slow_on`` (not chosen there), ``int8_domain`` (it also computes with
+    quantized activations), ``calls`` so far.
+    """
     return list(_kt.kernels())
 
 
@@ -98,6 +103,12 @@ def _apply_environment() -> None:
         log.setLevel(level.upper())
     force_isa(os.environ.get("KT_ISA"))
     set_threads(None)
+    if _kt.tiles_refused():
+        log.warning(
+            "this CPU has AMX, but the operating system refused this process the use of its tiles; "
+            "expert kernels run on %s instead",
+            isa(),
+        )
 
 
 _apply_environment()

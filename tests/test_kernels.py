@@ -40,7 +40,7 @@ def calls(isa, format):
 
 def test_registry_lists_every_tier_and_format():
     listed = {(k["isa"], k["format"]) for k in kernels()}
-    want = {"scalar", "avx2", "avx512", "avx512_vnni", "avx512_bf16", "amx"}
+    want = {"scalar", "avx2", "avx_vnni", "avx512", "avx512_vnni", "avx512_bf16", "amx"}
     assert want <= {isa for isa, _ in listed}
     assert {f for _, f in listed} >= {"bf16", "int8", "int4"}
     assert len(listed) == len({i for i, _ in listed}) * len(FORMATS)
