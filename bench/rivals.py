@@ -44,7 +44,7 @@ def local_batch(shape: Shape, tokens: int, seed: int, zipf: float) -> Batch:
 
 def local_seconds(impl: Any, which: str, shape: Shape, spec: Spec, repeats: int) -> list[float]:
     """Seconds of `repeats` calls of impl.forward or impl.step, after one that is not counted."""
-    call = {"forward": impl.forward, "step": impl.step}[which]
+    call = impl.forward if which == "forward" else impl.step
     seeds = [spec.seeds[i % len(spec.seeds)] for i in range(repeats)]
     batches = [local_batch(shape, spec.tokens, seed, spec.zipf) for seed in seeds]
     call(batches[-1])
