@@ -8,7 +8,7 @@ DIST := dist
 TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-asan lint bench bench-peers wheel clean
+.PHONY: help setup demo test test-all test-asan lint bench bench-more bench-peers wheel clean
 
 help:  ## list these targets
 	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|' 2>/dev/null \
@@ -37,6 +37,11 @@ lint: setup  ## ruff, mypy and clang-format, changing nothing
 
 bench: setup  ## time the expert kernels against the machine's roofs and transformers
 	$(BIN)/python bench/run.py
+
+bench-more: setup  ## a training layer's memory, the optimizer step, decode inside generate
+	$(BIN)/python bench/memory.py
+	$(BIN)/python bench/optimizer.py
+	$(BIN)/python bench/generate.py
 
 bench-peers: setup  ## the same with kt-kernel beside them, in a virtual environment of its own (1.2 GB)
 	$(BIN)/python bench/peers_setup.py
