@@ -209,7 +209,7 @@ class Experts:
                 "without save (training is in bf16)"
             )
         native, keep = self._lora(lora)
-        with runtime.timed("forward"):
+        with runtime.Timed("forward"):
             self._layer.forward(
                 tokens,
                 top_k,
@@ -257,7 +257,7 @@ class Experts:
             a = {p: torch.empty(t.shape, dtype=torch.float32) for p, t in lora.a.items()}
             b = {p: torch.empty(t.shape, dtype=torch.float32) for p, t in lora.b.items()}
         address = lambda t: t.data_ptr() if t is not None else 0  # noqa: E731
-        with runtime.timed("backward"):
+        with runtime.Timed("backward"):
             self._layer.backward(
                 tokens,
                 top_k,
@@ -294,9 +294,9 @@ class Experts:
         self, x: Tensor, index: Tensor, weights: Tensor
     ) -> tuple[int, int, Tensor, Tensor, Tensor]:
         for what, t in (("x", x), ("top_k_index", index), ("top_k_weights", weights)):
-            if t.device.type != "cpu" or t.dim() != 2:
+            if not t.is_cpu or t.ndim != 2:
                 raise ValueError(
-                    f"{what} is {t.dim()}-D on {t.device}; {self.name} needs 2-D on cpu"
+                    f"{what} is {t.ndim}-D on {t.device}; {self.name} needs 2-D on cpu"
                 )
         if x.dtype not in (torch.bfloat16, torch.float32) or x.shape[1] != self.hidden:
             raise ValueError(
@@ -317,12 +317,13 @@ class Experts:
             raise ValueError(
                 f"{self.name} expert {expert} {projection}_proj was never loaded; put it first"
             )
+        tokens, top_k = index.shape
         return (
-            int(x.shape[0]),
-            int(index.shape[1]),
-            x.detach().to(torch.bfloat16).contiguous(),
-            index.contiguous(),
-            weights.detach().to(torch.float32).contiguous(),
+            tokens,
+            top_k,
+            _plain(x, torch.bfloat16),
+            _plain(index, torch.int64),
+            _plain(weights, torch.float32),
         )
 
     def _lora(self, lora: Lora | None) -> tuple[dict[str, Any] | None, list[Tensor]]:
@@ -363,6 +364,14 @@ class Experts:
             "seed": int(lora.seed),
         }
         return native, keep
+
+
+def _plain(t: Tensor, dtype: torch.dtype) -> Tensor:
+    """The values as the kernels read them. Decode calls this in every layer, so nothing is asked of
+    torch that is already so."""
+    if t.dtype != dtype or t.requires_grad:
+        t = t.detach().to(dtype)
+    return t if t.is_contiguous() else t.contiguous()
 
 
 def _native_layer(

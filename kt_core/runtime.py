@@ -10,8 +10,6 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from kt_core import _kt
 
@@ -75,15 +73,18 @@ def seconds() -> dict[str, float]:
         return dict(_seconds)
 
 
-@contextmanager
-def timed(kind: str) -> Iterator[None]:
-    """Add the block's wall time to :func:`seconds` under ``forward`` or ``backward``."""
-    start = time.perf_counter()
-    try:
-        yield
-    finally:
+class Timed:
+    """Add a block's wall time to :func:`seconds` under ``forward`` or ``backward``."""
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+
+    def __enter__(self) -> None:
+        self._start = time.perf_counter()
+
+    def __exit__(self, *error: object) -> None:
         with _seconds_lock:
-            _seconds[kind] += time.perf_counter() - start
+            _seconds[self._kind] += time.perf_counter() - self._start
 
 
 def _env_threads() -> int | None:
