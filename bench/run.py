@@ -69,15 +69,16 @@ def relative_error(impl: Any, shape: Shape, which: str) -> float:
 def measure(
     impls: list[Any], which: str, shape: Shape, spec: Spec, repeats: int, roofs: machine.Roofs
 ) -> list[list[float]]:
-    """Seconds of each contestant, in turns: every round samples the roofs and times everybody, so
-    that a slow spell of the machine meets all of them."""
+    """Seconds of each contestant, in turns: every round times everybody, with a sample of the roofs
+    before each, so that a slow spell of the machine meets all of them."""
     samples: list[list[float]] = [[] for _ in impls]
     roofs.start()
+    roofs.sample()
     for turn in range(ROUNDS):
-        roofs.sample()
         for impl, mine in zip(impls, samples, strict=True):
             if sum(mine) > BUDGET and turn > 2:
                 continue
+            roofs.sample(("dram",) if spec.tokens < 64 else None)
             seeds = spec.seeds[turn * repeats % len(spec.seeds) :] + spec.seeds
             turn_spec = Spec(spec.tokens, seeds, spec.zipf)
             remote = isinstance(impl, KtKernel)
