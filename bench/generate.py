@@ -24,7 +24,7 @@ from workloads import SHAPES, batch
 
 from kt_core import runtime
 from kt_core.hf import load_model
-from kt_core.module import KTExperts
+from kt_core.module import KTExpertsLinear
 
 RESULTS = Path(__file__).resolve().parent / "results"
 
@@ -64,7 +64,7 @@ def in_generate(model: Any, tokens: int) -> dict[str, float]:
     return {"experts_ms_per_token": experts_ms, "whole_ms_per_token": whole_ms}
 
 
-def alone(layers: list[KTExperts], tokens: int) -> float:
+def alone(layers: list[KTExpertsLinear], tokens: int) -> float:
     """Milliseconds per token of the same layers, one call after the other."""
     data = [batch(SHAPES["S"], 1, seed) for seed in range(8)]
     best = float("inf")
@@ -97,7 +97,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         save_model(Path(folder), options.layers)
         model = load_model(folder, format=options.format)
-    experts = [m for m in model.modules() if isinstance(m, KTExperts)]
+    experts = [m for m in model.modules() if isinstance(m, KTExpertsLinear)]
     with torch.no_grad():
         result = in_generate(model, options.tokens)
         result["experts_alone_ms_per_token"] = alone(experts, options.tokens)
