@@ -7,6 +7,7 @@
 #include "moe.h"
 #include "pool.h"
 #include "registry.h"
+#include "topology.h"
 
 namespace py = pybind11;
 using namespace kt;
@@ -108,6 +109,14 @@ py::dict cpu_registers() {
   return d;
 }
 
+// (threads, [(id, cpus, cores, memory), ...]) below a root, of this process's CPUs or of others.
+py::tuple bind_topology(const std::string& root, const std::optional<std::vector<int>>& cpus) {
+  const Topology t = topology(root, cpus ? *cpus : affinity());
+  py::list nodes;
+  for (const Node& n : t.nodes) nodes.append(py::make_tuple(n.id, n.cpus, n.cores, n.memory));
+  return py::make_tuple(t.threads, nodes);
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_kt, m) {
@@ -118,7 +127,8 @@ PYBIND11_MODULE(_kt, m) {
   m.def("cpu_registers", &cpu_registers);
   m.def("use_cpu", &bind_use_cpu);
   m.def("tiles_refused", &tiles_refused);
-  m.def("allowed_cpus", &allowed_cpus);
+  m.def("allowed_cpus", [] { return allowed_cpus(); });
+  m.def("topology", &bind_topology, py::arg("root") = "/", py::arg("cpus") = py::none());
   m.def("threads", &threads);
   m.def("set_threads", &set_threads, py::arg("n"), py::arg("oversubscribe") = false);
   m.def("delay_tasks", &delay_tasks);

@@ -4,7 +4,6 @@
 #include "pool.h"
 
 #include <pthread.h>
-#include <sched.h>
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -12,9 +11,7 @@
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
-#include <cstdio>
 #include <deque>
-#include <fstream>
 #include <memory>
 #include <mutex>
 #include <new>
@@ -24,6 +21,7 @@
 #include <vector>
 
 #include "red_zone.h"
+#include "topology.h"
 
 namespace kt {
 namespace {
@@ -172,7 +170,7 @@ struct State {
   std::recursive_mutex entry;
   std::unique_ptr<Pool> pool;
   int wanted = 0;
-  int allowed = 0;  // of the last set_threads, or of the first call: asking takes 20 us
+  int allowed = 0;  // of the last set_threads, or of the first call: asking takes 0.1 ms
   bool oversubscribe = false;
   // [worker + 1][slot]; grows between runs only, and a worker touches its own: no lock
   std::deque<std::array<Buffer, kSlots>> buffers{1};
@@ -213,23 +211,6 @@ State& state() {
   return *s;
 }
 
-int cgroup_quota() {
-  auto read = [](const char* path) {
-    std::ifstream f(path);
-    std::string word;
-    f >> word;
-    return word;
-  };
-  std::ifstream v2("/sys/fs/cgroup/cpu.max");
-  std::string quota, period;
-  if (!(v2 >> quota >> period)) {
-    quota = read("/sys/fs/cgroup/cpu/cpu.cfs_quota_us");
-    period = read("/sys/fs/cgroup/cpu/cpu.cfs_period_us");
-  }
-  double q = atof(quota.c_str()), p = atof(period.c_str());
-  return q > 0 && p > 0 ? std::max(1, int(q / p + 0.5)) : 1 << 20;
-}
-
 Pool& pool() {
   State& s = state();
   int n = threads();
@@ -240,21 +221,14 @@ Pool& pool() {
 
 }  // namespace
 
-int allowed_cpus() {
-  cpu_set_t set;
-  CPU_ZERO(&set);
-  int n = sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set)
-                                                      : int(std::thread::hardware_concurrency());
-  return std::max(1, std::min(n, cgroup_quota()));
-}
-
 void set_threads(int n, bool oversubscribe) {
   if (n < 0)
     throw std::invalid_argument("threads is " + std::to_string(n) +
                                 "; give a number >= 1, or none for all allowed CPUs");
-  if (n > allowed_cpus() && !oversubscribe)
+  const int allowed = allowed_cpus();
+  if (n > allowed && !oversubscribe)
     throw std::invalid_argument(
-        "threads is " + std::to_string(n) + " but only " + std::to_string(allowed_cpus()) +
+        "threads is " + std::to_string(n) + " but only " + std::to_string(allowed) +
         " CPUs are allowed here (affinity and cgroup); lower threads or widen the CPU set");
   Entry lock;
   state().wanted = n;

@@ -9,11 +9,8 @@
 
 namespace kt {
 
-// CPUs this process may use: affinity mask, capped by a cgroup CPU quota.
-int allowed_cpus();
-
-// Sets the number of threads (0: allowed_cpus()). Throws std::invalid_argument above allowed_cpus()
-// unless `oversubscribe`, which only tests use.
+// Sets the number of threads (0: topology.h's allowed_cpus()). Throws std::invalid_argument above
+// allowed_cpus() unless `oversubscribe`, which only tests use.
 void set_threads(int n, bool oversubscribe = false);
 int threads();
 
