@@ -2,6 +2,7 @@
 // kt_core/experts.py; nothing here knows torch. Every call that computes releases the GIL.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
+#include <unistd.h>
 
 #include "arena.h"
 #include "moe.h"
@@ -18,6 +19,28 @@ template <class T>
 T* at(uintptr_t address) {
   return reinterpret_cast<T*>(address);
 }
+
+struct SleepUnlessDone {
+  bool done = false;
+  ~SleepUnlessDone() {
+    while (!done) pause();
+  }
+};
+
+// Not inlined into a destructor, which would end the process when the thread is unwound.
+__attribute__((noinline)) void take_gil(PyThreadState* thread) {
+  SleepUnlessDone guard;
+  PyEval_RestoreThread(thread);
+  guard.done = true;
+}
+
+// While it lives, other Python threads run. Once the interpreter is at its end, CPython before 3.14
+// unwinds a daemon thread that asks for the GIL, through C++ frames that may not be left so or
+// would touch Python's objects: that thread sleeps here until the process is gone, as 3.14 has it.
+struct NoGil {
+  PyThreadState* thread = PyEval_SaveThread();
+  ~NoGil() { take_gil(thread); }
+};
 
 // One layer over a buffer that Python owns and this object keeps alive.
 struct BoundLayer {
@@ -130,8 +153,10 @@ PYBIND11_MODULE(_kt, m) {
   m.def("allowed_cpus", [] { return allowed_cpus(); });
   m.def("topology", &bind_topology, py::arg("root") = "/", py::arg("cpus") = py::none());
   m.def("threads", &threads);
-  m.def("set_threads", &set_threads, py::arg("n"), py::arg("oversubscribe") = false);
+  m.def("set_threads", &set_threads, py::arg("n"), py::arg("oversubscribe") = false,
+        py::call_guard<NoGil>());  // waits for the call in flight
   m.def("delay_tasks", &delay_tasks);
+  m.def("fail_tasks", &fail_tasks);
   m.def("workers_seen", &workers_seen);
 
   py::class_<Arena>(m, "Arena", py::buffer_protocol())
@@ -147,13 +172,13 @@ PYBIND11_MODULE(_kt, m) {
       .def("pack",
            [](BoundLayer& b, int64_t e, int p, uintptr_t src, int dtype, int64_t ld) {
              const Layer& l = b.ready();
-             py::gil_scoped_release nogil;
+             NoGil nogil;
              return pack_matrix(l, e, p, at<void>(src), DType(dtype), ld);
            })
       .def("unpack",
            [](BoundLayer& b, int64_t e, int p, uintptr_t out) {
              const Layer& l = b.ready();
-             py::gil_scoped_release nogil;
+             NoGil nogil;
              unpack_matrix(l, e, p, at<float>(out));
            })
       .def("forward",
@@ -161,7 +186,7 @@ PYBIND11_MODULE(_kt, m) {
               uintptr_t weight, const py::object& lora, bool int8, uintptr_t out, uintptr_t saved) {
              const Layer& l = b.ready();
              Lora lo = read_lora(lora);
-             py::gil_scoped_release nogil;
+             NoGil nogil;
              moe_forward(l, read_batch(tokens, top_k, x, index, weight), lo, int8, at<float>(out),
                          at<bf16>(saved));
            })
@@ -173,7 +198,7 @@ PYBIND11_MODULE(_kt, m) {
              Lora lo = read_lora(lora);
              Grads g{at<float>(dx), at<float>(dw), {}, {}};
              for (size_t p = 0; p < 3; ++p) g.da[p] = at<float>(da[p]), g.db[p] = at<float>(db[p]);
-             py::gil_scoped_release nogil;
+             NoGil nogil;
              moe_backward(l, read_batch(tokens, top_k, x, index, weight), lo, at<bf16>(dy),
                           at<bf16>(saved), g);
            });

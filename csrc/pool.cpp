@@ -17,6 +17,7 @@
 #include <new>
 #include <stdexcept>
 #include <string>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -70,17 +71,16 @@ struct alignas(64) Range {
 class Pool {
  public:
   explicit Pool(int n) : ranges_(size_t(n)), used_(size_t(n)), size_(n) {
-    for (int i = 1; i < n; ++i) workers_.emplace_back([this, i] { loop(i); });
-  }
-  ~Pool() {
-    {
-      std::lock_guard lock(mutex_);
-      stop_ = true;
-      epoch_.fetch_add(1);
+    try {
+      for (int i = 1; i < n; ++i) workers_.emplace_back([this, i] { loop(i); });
+    } catch (const std::system_error&) {
+      join();
+      throw std::runtime_error("the system refused thread " + std::to_string(workers_.size() + 2) +
+                               " of " + std::to_string(n) +
+                               "; lower threads or raise its limits (memory, pids cgroup, ulimit)");
     }
-    wake_.notify_all();
-    for (auto& t : workers_) t.join();
   }
+  ~Pool() { join(); }
   int size() const { return size_; }
 
   void run(int64_t tasks, const std::function<void(int64_t, int)>& fn) {
@@ -114,8 +114,19 @@ class Pool {
 
   std::vector<std::atomic<bool>>& used() { return used_; }
   std::atomic<int> delay{0};
+  std::atomic<int> failing{-1};
 
  private:
+  void join() {
+    {
+      std::lock_guard lock(mutex_);
+      stop_ = true;
+      epoch_.fetch_add(1);
+    }
+    wake_.notify_all();
+    for (auto& t : workers_) t.join();
+  }
+
   void work(int me) {
     for (int k = 0; k < size_; ++k) {
       Range& r = ranges_[size_t((me + k) % size_)];
@@ -127,6 +138,8 @@ class Pool {
           std::this_thread::sleep_for(std::chrono::microseconds(delay.load() * (me ? 1 : 4)));
         used_[size_t(me)].store(true, std::memory_order_relaxed);
         try {
+          if (me == failing)
+            throw std::runtime_error("task failed on worker " + std::to_string(me));
           (*fn_)(i, me);
         } catch (...) {
           std::lock_guard lock(mutex_);
@@ -169,8 +182,9 @@ class Pool {
 struct State {
   std::recursive_mutex entry;
   std::unique_ptr<Pool> pool;
-  int wanted = 0;
-  int allowed = 0;  // of the last set_threads, or of the first call: asking takes 0.1 ms
+  std::atomic<int> wanted{0};
+  std::atomic<int> allowed{
+      0};  // of the last set_threads, or of the first call: asking takes 0.1 ms
   bool oversubscribe = false;
   // [worker + 1][slot]; grows between runs only, and a worker touches its own: no lock
   std::deque<std::array<Buffer, kSlots>> buffers{1};
@@ -194,13 +208,16 @@ State& state() {
           State* old = state_slot();
           if (!old) return;
           auto* fresh = new State;
-          fresh->wanted = old->wanted;
-          fresh->allowed = old->allowed;
+          fresh->wanted = old->wanted.load();
+          fresh->allowed = old->allowed.load();
           fresh->oversubscribe = old->oversubscribe;
           state_slot() = fresh;
         });
+        // A thread may be computing: its call ends first, and as the lock is kept, none follows
+        // that would start workers while the process takes itself apart.
         atexit([] {
-          if (State* s = state_slot()) s->pool.reset();
+          state().entry.lock();
+          state().pool.reset();
         });
         return true;
       }();
@@ -238,9 +255,10 @@ void set_threads(int n, bool oversubscribe) {
 
 int threads() {
   State& s = state();
-  if (s.wanted) return s.wanted;
-  if (!s.allowed) s.allowed = allowed_cpus();
-  return s.allowed;
+  if (int n = s.wanted) return n;
+  int n = s.allowed;
+  if (!n) s.allowed = n = allowed_cpus();
+  return n;
 }
 
 void parallel(int64_t tasks, const std::function<void(int64_t, int)>& fn) {
@@ -254,6 +272,11 @@ Entry::~Entry() { state().entry.unlock(); }
 void delay_tasks(int us) {
   Entry lock;
   pool().delay = us;
+}
+
+void fail_tasks(int worker) {
+  Entry lock;
+  pool().failing = worker;
 }
 
 int workers_seen() {

@@ -2,7 +2,7 @@
 //
 // run() is entered by one thread at a time (others wait). Results may not depend on which worker
 // runs a task: tasks own their outputs. Exceptions of tasks reach the caller. After fork() the
-// child gets a fresh pool on first use; the parent's workers are joined at exit.
+// child gets a fresh pool on first use. Exit waits for the call in flight and joins the workers.
 #pragma once
 #include <cstdint>
 #include <functional>
@@ -27,6 +27,8 @@ struct Entry {
 // Test aid: every task first sleeps this long, on worker 0 four times: all workers run and must
 // steal.
 void delay_tasks(int microseconds);
+// Test aid: tasks on this worker throw (-1: on none), until the number of threads changes.
+void fail_tasks(int worker);
 // Test aid: distinct workers that ran a task since the last call.
 int workers_seen();
 
