@@ -61,7 +61,7 @@ def run(code, exit_code=0):
         [sys.executable, "-c", PRELUDE + code], env=env, capture_output=True, text=True, timeout=240
     )
     assert done.returncode == exit_code, f"exit code {done.returncode}\n{done.stderr[-4000:]}"
-    assert done.stderr == ""
+    assert "Traceback" not in done.stderr, done.stderr  # of another thread
     return done.stdout
 
 
