@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from demo_bars import Sampler, resident_bytes
 from impls import Ours, seeded_weights
-from workloads import SHAPES, VARIANTS, Shape, batch
+from workloads import SHAPES, VARIANTS, Shape, batch, weight_bytes
 
 from kt_core import memory
 
@@ -55,8 +55,6 @@ def child(shape: Shape, format: str, group: int, tokens: int, rank: int) -> None
     impl.step(data)
     impl.step(data)
     parts = computed(shape, layer.layer.nbytes, tokens, rank)
-    codes = 3 * shape.experts * shape.hidden * shape.intermediate
-    bits = {"bf16": 16, "int8": 8, "int4": 4}[format] + (16 / group if group else 0)
     used = max(sampler.peak, resident_bytes()) - sampler.start_bytes
     print(
         json.dumps(
@@ -70,7 +68,8 @@ def child(shape: Shape, format: str, group: int, tokens: int, rank: int) -> None
                 "computed_mb": sum(parts.values()) / 1e6,
                 "ratio": used / sum(parts.values()),
                 "ratio_without_in_out": used / (sum(parts.values()) - parts["in_out"]),
-                "packed_over_bits": parts["packed"] / (codes * bits / 8),
+                "packed_over_bits": parts["packed"]
+                / weight_bytes(shape, format, group, shape.experts),
                 **{f"{name}_mb": size / 1e6 for name, size in parts.items()},
             }
         )

@@ -21,6 +21,22 @@ struct Line {  // one unpacked line of P panels
   typename I::B v[P][kVecs<I>];
 };
 
+// M rows x P panels of C to and from registers.
+template <class I, int M, int P>
+KT_OP void load_c(const float* c, typename I::f32 (&total)[M][P][kVecs<I>]) {
+  for (int i = 0; i < M; ++i)
+    for (int q = 0; q < P; ++q)
+      for (int j = 0; j < kVecs<I>; ++j)
+        total[i][q][j] = *(typename I::f32*)(c + i * kCols + q * kPanel + j * I::lanes);
+}
+template <class I, int M, int P>
+KT_OP void store_c(const typename I::f32 (&total)[M][P][kVecs<I>], float* c) {
+  for (int i = 0; i < M; ++i)
+    for (int q = 0; q < P; ++q)
+      for (int j = 0; j < kVecs<I>; ++j)
+        *(typename I::f32*)(c + i * kCols + q * kPanel + j * I::lanes) = total[i][q][j];
+}
+
 // C[i][16 q + ..] (+)= scale x unit x acc.
 template <class I, int M, int P>
 KT_OP void fold(typename I::f32 (&acc)[M][P][kVecs<I>], const bf16* const (&scale)[P], float unit,
@@ -160,10 +176,7 @@ struct Driver {
     // C stays in registers where they suffice: through memory, each group waits for the last one.
     constexpr bool hold = 4 * M * P * V <= I::registers;
     f32 total[M][P][V] = {};
-    if (hold && add)
-      for (int i = 0; i < M; ++i)
-        for (int q = 0; q < P; ++q)
-          for (int j = 0; j < V; ++j) total[i][q][j] = *(f32*)(c + i * kCols + q * kPanel + j * L);
+    if (hold && add) load_c<I, M, P>(c, total);
     Stream in[P];
     const bf16* scale[P];
     for (int q = 0; q < P; ++q) in[q] = stream(w[q], shape), scale[q] = scales[q];
@@ -194,10 +207,7 @@ struct Driver {
       if (F::scaled)
         for (int q = 0; q < P; ++q) scale[q] += kPanel;
     }
-    if (hold)
-      for (int i = 0; i < M; ++i)
-        for (int q = 0; q < P; ++q)
-          for (int j = 0; j < V; ++j) *(f32*)(c + i * kCols + q * kPanel + j * L) = total[i][q][j];
+    if (hold) store_c<I, M, P>(total, c);
   }
 
   template <int P, int M = I::few>

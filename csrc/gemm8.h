@@ -122,17 +122,16 @@ struct Driver8 {
         }
       }
   }
-  template <int M, int P>
-  KT_OP void load(const float* c, f32 (&total)[M][P][V]) {
-    for (int i = 0; i < M; ++i)
-      for (int q = 0; q < P; ++q)
-        for (int j = 0; j < V; ++j) total[i][q][j] = *(f32*)(c + i * kCols + q * kPanel + j * L);
-  }
-  template <int M, int P>
-  KT_OP void store(const f32 (&total)[M][P][V], float* c) {
-    for (int i = 0; i < M; ++i)
-      for (int q = 0; q < P; ++q)
-        for (int j = 0; j < V; ++j) *(f32*)(c + i * kCols + q * kPanel + j * L) = total[i][q][j];
+  // Folds group g, whose weight scales begin at `at`, into C: in registers (hold) or in memory.
+  template <bool hold, int M, int P>
+  KT_OP void end_group(i32 (&acc)[M][P][V], const Quantized& a, int64_t g,
+                       const bf16* const* scales, int64_t at, f32 (&total)[M][P][V], float* c) {
+    const bf16* s[P];
+    for (int q = 0; q < P; ++q) s[q] = scales[q] + at;
+    if constexpr (hold)
+      fold_in<M, P>(acc, a, g, s, total);
+    else
+      fold<M, P>(acc, a, g, s, c);
   }
 
   struct Block {  // of the reduction: groups [g0, g1), quads [k0, k1)
@@ -161,7 +160,7 @@ struct Driver8 {
     const Quad* row[(M + 2) / 3];
     for (int i = 0; i < M; i += 3) row[i / 3] = (const Quad*)a.codes + i * a.ld;
     f32 total[M][P][V] = {};
-    if (hold && block.g0) load<M, P>(c, total);
+    if (hold && block.g0) load_c<I, M, P>(c, total);
     int64_t k = block.k0, of_scale = block.g0 % n.per_scale,
             scale = block.g0 / n.per_scale * kPanel;
     for (int64_t g = block.g0; g < block.g1; ++g) {
@@ -177,15 +176,10 @@ struct Driver8 {
                 acc[i][q][j] =
                     idot(acc[i][q][j], b[q * V + j], row[i / 3] + (i % 3) * a.ld + k + u);
       }
-      const bf16* s[P];
-      for (int q = 0; q < P; ++q) s[q] = scales[q] + scale;
-      if constexpr (hold)
-        fold_in<M, P>(acc, a, g, s, total);
-      else
-        fold<M, P>(acc, a, g, s, c);
+      end_group<hold, M, P>(acc, a, g, scales, scale, total, c);
       if (++of_scale == n.per_scale) of_scale = 0, scale += kPanel;
     }
-    if (hold) store<M, P>(total, c);
+    if (hold) store_c<I, M, P>(total, c);
   }
 
   // As Driver::few. `n.per_scale` groups of a row share a weight scale.
@@ -214,18 +208,10 @@ struct Driver8 {
           }
           in[q].line += kAlign;
         }
-      const bf16* s[P];
-      for (int q = 0; q < P; ++q) s[q] = scales[q] + scale;
-      if constexpr (hold)
-        fold_in<M, P>(acc, a, g, s, total);
-      else
-        fold<M, P>(acc, a, g, s, c);
+      end_group<hold, M, P>(acc, a, g, scales, scale, total, c);
       if (++of_scale == n.per_scale) of_scale = 0, scale += kPanel;
     }
-    if (hold)
-      for (int i = 0; i < M; ++i)
-        for (int q = 0; q < P; ++q)
-          for (int j = 0; j < V; ++j) *(f32*)(c + i * kCols + q * kPanel + j * L) = total[i][q][j];
+    if (hold) store_c<I, M, P>(total, c);
   }
 
   static Quantized rows_from(const Quantized& a, int64_t i) {

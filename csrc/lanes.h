@@ -103,13 +103,13 @@ struct Lanes {
   KT_OP f32 hi_of(const B& b) { return b.hi; }
 
   KT_OP f32 top_byte(u32 x) { return __builtin_convertvector((i32)x >> 24, f32); }
-  KT_OP void int8_pairs(u32 x, B (&out)[2]) {
+  KT_OP void int8_pairs(u32 x, B (&out)[2], auto) {
     out[0] = {top_byte(x << 24), top_byte(x << 8)};
     out[1] = {top_byte(x << 16), top_byte(x)};
   }
   // Nibbles stored + 8: flipping the top bit of each makes them two's complement.
   KT_OP f32 top_nibble(u32 x) { return __builtin_convertvector((i32)x >> 28, f32); }
-  KT_OP void int4_pairs(u32 x, const bf16*, B (&out)[4]) {
+  KT_OP void int4_pairs(u32 x, const bf16*, B (&out)[4], auto) {
     x ^= 0x88888888u;
     out[0] = {top_nibble(x << 28), top_nibble(x << 12)};
     out[1] = {top_nibble(x << 20), top_nibble(x << 4)};
@@ -151,6 +151,44 @@ struct Lanes {
     return decltype(isa)::idot(acc, w, q);
   }
   KT_OP f32 to_float(i32 x) { return __builtin_convertvector(x, f32); }
+};
+
+// What tiers with byte shuffles, but without dot products of bf16 or bytes, share.
+//
+// Codes to fp32: a byte shuffle puts the code at the top of its dword, with zeros below, and the
+// conversion of that integer is the code times 2^24 (2^28 for a nibble): two instructions, where
+// shifting down first takes three, all on the two ports that also multiply. The tier gives
+// byte_on_top<N>(x), byte N of every dword so converted.
+// int8 domain: bytes widen to 16 bits, where products and their pair sums are exact (255 * 127 * 2
+// needs 17 bits, vpmaddwd has 32; vpmaddubsw would saturate); bytes of at most 15 fit vpmaddubsw.
+template <int N>
+struct ByteLanes : Lanes<N> {
+  using typename Lanes<N>::u32;
+  using typename Lanes<N>::B;
+  static constexpr float int8_unit = 0x1p-24f, int4_unit = 0x1p-28f;
+  KT_OP void int8_pairs(u32 x, B (&out)[2], auto isa) {
+    using I = decltype(isa);
+    out[0] = {I::template byte_on_top<0>(x), I::template byte_on_top<2>(x)};
+    out[1] = {I::template byte_on_top<1>(x), I::top_byte(x)};
+  }
+  KT_OP void int4_pairs(u32 x, const bf16*, B (&out)[4], auto isa) {
+    using I = decltype(isa);
+    x ^= 0x88888888u;  // two's complement nibbles
+    const u32 half[2] = {x << 4 & 0xf0f0f0f0u, x & 0xf0f0f0f0u};
+    for (int h = 0; h < 2; ++h) {
+      out[2 * h] = {I::template byte_on_top<0>(half[h]), I::template byte_on_top<2>(half[h])};
+      out[2 * h + 1] = {I::template byte_on_top<1>(half[h]), I::top_byte(half[h])};
+    }
+  }
+
+  struct Quad {
+    int16_t v[4];  // k0 k1 | k2 k3
+    int8_t c[4];   // k0 k2 k1 k3, the order of the weight bytes
+  };
+  KT_OP Quad quad(const int8_t* a) { return {{a[0], a[1], a[2], a[3]}, {a[0], a[2], a[1], a[3]}}; }
+  KT_OP void quads(Quad* q, const int8_t* a) {
+    for (int i = 0; i < N; ++i) q[i] = quad(a + 4 * i);
+  }
 };
 
 }  // namespace

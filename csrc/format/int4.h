@@ -25,7 +25,7 @@ struct Format_int4 {
   static constexpr float unit = I::int4_unit;  // decode() gives codes / unit
   template <class I>
   KT_OP void decode(typename I::u32 x, typename I::B (&out)[pairs]) {
-    I::int4_pairs(x, table, out);
+    I::int4_pairs(x, table, out, I{});
   }
   template <class I>
   KT_OP void bytes(typename I::u32 x, typename I::u32 (&out)[quads]) {

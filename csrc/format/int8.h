@@ -18,7 +18,7 @@ struct Format_int8 {
   static constexpr float unit = I::int8_unit;  // decode() gives codes / unit
   template <class I>
   KT_OP void decode(typename I::u32 x, typename I::B (&out)[pairs]) {
-    I::int8_pairs(x, out);
+    I::int8_pairs(x, out, I{});
   }
   // Codes + bias as unsigned bytes, k0 k2 k1 k3.
   template <class I>

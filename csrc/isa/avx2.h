@@ -8,7 +8,7 @@
 
 namespace kt {
 namespace {
-struct Isa_avx2 : Lanes<8> {
+struct Isa_avx2 : ByteLanes<8> {
   static constexpr const char* name = "avx2";
   static constexpr int mr =
       6;  // 6 x 2 accumulators + 2 weights + 1 broadcast = 15 of 16 registers (one panel)
@@ -30,10 +30,6 @@ struct Isa_avx2 : Lanes<8> {
   }
   KT_OP void store_a(A* p, const bf16* src) { *(f32*)p = load_bf16(src); }
 
-  // Codes to fp32: a byte shuffle puts the code at the top of its dword, with zeros below, and the
-  // conversion of that integer is the code times 2^24 (2^28 for a nibble): two instructions, where
-  // shifting down first takes three, all on the two ports that also multiply.
-  static constexpr float int8_unit = 0x1p-24f, int4_unit = 0x1p-28f;
   template <int N>
   KT_OP f32 byte_on_top(u32 x) {
     constexpr char z = char(0x80);
@@ -43,29 +39,6 @@ struct Isa_avx2 : Lanes<8> {
     return (f32)_mm256_cvtepi32_ps(_mm256_shuffle_epi8((__m256i)x, control));
   }
   KT_OP f32 top_byte(u32 x) { return __builtin_convertvector((i32)(x & 0xff000000u), f32); }
-  KT_OP void int8_pairs(u32 x, B (&out)[2]) {
-    out[0] = {byte_on_top<0>(x), byte_on_top<2>(x)};
-    out[1] = {byte_on_top<1>(x), top_byte(x)};
-  }
-  KT_OP void int4_pairs(u32 x, const bf16*, B (&out)[4]) {
-    x ^= 0x88888888u;  // two's complement nibbles
-    const u32 high = x & 0xf0f0f0f0u, low = x << 4 & 0xf0f0f0f0u;
-    out[0] = {byte_on_top<0>(low), byte_on_top<2>(low)};
-    out[1] = {byte_on_top<1>(low), top_byte(low)};
-    out[2] = {byte_on_top<0>(high), byte_on_top<2>(high)};
-    out[3] = {byte_on_top<1>(high), top_byte(high)};
-  }
-
-  // int8 domain without VNNI: bytes widen to 16 bits, where products and their pair sums are exact
-  // (255 * 127 * 2 needs 17 bits, vpmaddwd has 32; vpmaddubsw would saturate).
-  struct Quad {
-    int16_t v[4];  // k0 k1 | k2 k3
-    int8_t c[4];   // k0 k2 k1 k3, the order of the weight bytes
-  };
-  KT_OP Quad quad(const int8_t* a) { return {{a[0], a[1], a[2], a[3]}, {a[0], a[2], a[1], a[3]}}; }
-  KT_OP void quads(Quad* q, const int8_t* a) {
-    for (int i = 0; i < lanes; ++i) q[i] = quad(a + 4 * i);
-  }
   KT_OP __m256i dword_at(const void* p) {
     int x;
     __builtin_memcpy(&x, p, 4);

@@ -8,7 +8,7 @@
 
 namespace kt {
 namespace {
-struct Isa_avx512 : Lanes<16> {
+struct Isa_avx512 : ByteLanes<16> {
   static constexpr const char* name = "avx512";
   static constexpr int mr = 12;  // 12 x 2 accumulators + 2 weights + broadcasts: fits 32 registers
   static constexpr int mr8 = 12;
@@ -30,8 +30,6 @@ struct Isa_avx512 : Lanes<16> {
   }
   KT_OP void store_a(A* p, const bf16* src) { *(f32*)p = load_bf16(src); }
 
-  // Codes to fp32 as in avx2.h.
-  static constexpr float int8_unit = 0x1p-24f, int4_unit = 0x1p-28f;
   template <int N>
   KT_OP f32 byte_on_top(u32 x) {
     constexpr char z = char(0x80);
@@ -40,28 +38,6 @@ struct Isa_avx512 : Lanes<16> {
     return (f32)_mm512_cvtepi32_ps(_mm512_shuffle_epi8((__m512i)x, control));
   }
   KT_OP f32 top_byte(u32 x) { return (f32)_mm512_cvtepi32_ps((__m512i)(x & 0xff000000u)); }
-  KT_OP void int8_pairs(u32 x, B (&out)[2]) {
-    out[0] = {byte_on_top<0>(x), byte_on_top<2>(x)};
-    out[1] = {byte_on_top<1>(x), top_byte(x)};
-  }
-  KT_OP void int4_pairs(u32 x, const bf16*, B (&out)[4]) {
-    x ^= 0x88888888u;  // two's complement nibbles
-    const u32 high = x & 0xf0f0f0f0u, low = x << 4 & 0xf0f0f0f0u;
-    out[0] = {byte_on_top<0>(low), byte_on_top<2>(low)};
-    out[1] = {byte_on_top<1>(low), top_byte(low)};
-    out[2] = {byte_on_top<0>(high), byte_on_top<2>(high)};
-    out[3] = {byte_on_top<1>(high), top_byte(high)};
-  }
-
-  // int8 domain without VNNI: see avx2.h.
-  struct Quad {
-    int16_t v[4];  // k0 k1 | k2 k3
-    int8_t c[4];   // k0 k2 k1 k3
-  };
-  KT_OP Quad quad(const int8_t* a) { return {{a[0], a[1], a[2], a[3]}, {a[0], a[2], a[1], a[3]}}; }
-  KT_OP void quads(Quad* q, const int8_t* a) {
-    for (int i = 0; i < lanes; ++i) q[i] = quad(a + 4 * i);
-  }
   KT_OP __m512i dword_at(const void* p) {
     int x;
     __builtin_memcpy(&x, p, 4);

@@ -39,7 +39,7 @@ struct Isa_avx512_bf16 : Isa_avx512_vnni {
   KT_OP f32 lo_of(const B& b) { return lo(b.pair); }
   KT_OP f32 hi_of(const B& b) { return hi(b.pair); }
 
-  KT_OP void int8_pairs(u32 x, B (&out)[2]) {
+  KT_OP void int8_pairs(u32 x, B (&out)[2], auto) {
     const __m512i h0 = _mm512_load_si512(kBf16Bytes.high),
                   h1 = _mm512_load_si512(kBf16Bytes.high + 64);
     const __m512i l0 = _mm512_load_si512(kBf16Bytes.low),
@@ -52,7 +52,7 @@ struct Isa_avx512_bf16 : Isa_avx512_vnni {
     out[0].pair = (u32)_mm512_ternarylogic_epi32(_mm512_slli_epi16(high, 8), low, even, 0xf8);
     out[1].pair = (u32)_mm512_ternarylogic_epi32(even, high, _mm512_srli_epi16(low, 8), 0xae);
   }
-  KT_OP void int4_pairs(u32 x, const bf16* table, B (&out)[4]) {
+  KT_OP void int4_pairs(u32 x, const bf16* table, B (&out)[4], auto) {
     // vpermw reads the low 5 bits of an index; the table is held twice, so bit 4 does not matter
     const __m512i t = _mm512_loadu_si512(table);
     out[0].pair = (u32)_mm512_permutexvar_epi16((__m512i)x, t);
