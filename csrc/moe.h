@@ -24,6 +24,11 @@ struct Layer {
 
 int64_t layer_bytes(const Layer& l);
 uint8_t* matrix_data(const Layer& l, int64_t expert, int projection);
+// The same, where the packed bytes of gate or up and of down are known.
+inline uint8_t* matrix_at(const Layer& l, int64_t expert, int projection, int64_t up,
+                          int64_t down) {
+  return l.data + expert * (2 * up + down) + projection * up;
+}
 
 struct Lora {             // rank 0: the projection has no adapter
   const void* a[3] = {};  // [E, r, cols]

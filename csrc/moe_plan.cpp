@@ -12,7 +12,7 @@ uint8_t* matrix_data(const Layer& l, int64_t expert, int projection) {
   const Kernel& k = *find_kernel(l.format).kernel;
   int64_t up = matrix_bytes(l.shape(kGate), k.bits, k.scaled),
           down = matrix_bytes(l.shape(kDown), k.bits, k.scaled);
-  return l.data + expert * (2 * up + down) + projection * up;
+  return matrix_at(l, expert, projection, up, down);
 }
 
 bool pack_matrix(const Layer& l, int64_t expert, int projection, const void* src, DType t,

@@ -67,8 +67,7 @@ struct Plan {
   Plan(const Layer& layer, const Batch& b, const Lora& lo, Route wave);
 
   Packed weight(int64_t expert, int projection) const {
-    return {l.data + expert * (2 * up_bytes + down_bytes) + projection * up_bytes,
-            l.shape(projection)};
+    return {matrix_at(l, expert, projection, up_bytes, down_bytes), l.shape(projection)};
   }
   const Factors& factor(int64_t active, int p) const { return factors[size_t(active * 3 + p)]; }
   DropKey key(int p) const { return {lora.seed, p, lora.dropout}; }
