@@ -6,8 +6,8 @@ checkpoint.
         model.generate(...)
     with adapter(model, None): ...            # the base model
 
-Reading directories and the orientation of factors are in adapter_format.py; there is no peft import
-here.
+Reading directories and the orientation of factors are in adapter_format.py, what the config says is
+in adapter_config.py; there is no peft import here.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from kt_core.adapter_format import AdapterData, Factors, check_complete, read_adapter
+from kt_core.adapter_config import check_complete
+from kt_core.adapter_format import AdapterData, Factors, read_adapter
 from kt_core.experts import Experts, Lora
 from kt_core.module import KTExpertsLinear, Runner
 

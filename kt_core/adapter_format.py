@@ -21,12 +21,12 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
+import safetensors
 import torch
 from safetensors import safe_open
 from torch import Tensor
@@ -35,8 +35,8 @@ PROJECTION_KEYS = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 WEIGHTS_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
 _MIXTRAL = {"gate": "w1", "up": "w3", "down": "w2"}
 _MIXTRAL_TYPES = frozenset({"mixtral", "minimax", "minimax_m2", "phimoe", "lfm2_moe"})
-_BY_NAME = {name: p for p, name in [*PROJECTION_KEYS.items(), *_MIXTRAL.items()]}
-_METADATA = "kt"  # our entry among the safetensors metadata: what the standard config cannot say
+PROJECTION_OF = {name: p for p, name in [*PROJECTION_KEYS.items(), *_MIXTRAL.items()]}
+METADATA = "kt"  # our entry among the safetensors metadata: what the standard config cannot say
 _EXPERT = re.compile(
     r"^(?P<path>.+\.experts)\.(?P<e>\d+)\.(?P<name>\w+)\.lora_(?P<ab>[AB])\.weight$"
 )
@@ -147,9 +147,9 @@ def parse_adapter(
         name = key.removeprefix("base_model.model.").replace(".block_sparse_moe.", ".mlp.")
         if not torch.isfinite(tensor).all():
             raise ValueError(f"{where}: {key} holds NaN or Inf; use an earlier checkpoint")
-        if (m := _EXPERT.match(name)) and m["name"] in _BY_NAME:
+        if (m := _EXPERT.match(name)) and m["name"] in PROJECTION_OF:
             module = experts.setdefault(m["path"], {})
-            factors = module.setdefault(_BY_NAME[m["name"]], {"A": {}, "B": {}})
+            factors = module.setdefault(PROJECTION_OF[m["name"]], {"A": {}, "B": {}})
             factors[m["ab"]][int(m["e"])] = tensor
         elif m := _FUSED.match(name):
             fused.setdefault(m["path"], {}).setdefault(bool(m["inner"]), {})[m["ab"]] = tensor
@@ -174,7 +174,7 @@ def parse_adapter(
         if path in stacked:
             raise ValueError(f"{where}: {path} appears per expert and fused; keep one of them")
         stacked[path] = _unfuse(path, pairs, config, hidden, where)
-    own = json.loads(metadata.get(_METADATA, "{}"))
+    own = json.loads(metadata.get(METADATA, "{}"))
     return AdapterData(
         config=config,
         experts=_only(stacked, own.get("projections"), where),
@@ -185,29 +185,6 @@ def parse_adapter(
         extra=extra,
         dropout=float(own.get("lora_dropout", config.get("lora_dropout", 0.0))),
     )
-
-
-def check_complete(data: AdapterData, linears: Iterable[str], where: str) -> None:
-    """Raises ValueError if the config's targets pick one of `linears`, paths of all Linear modules
-    of the model, for which there is no tensor although the same target has tensors elsewhere: the
-    file has lost a layer. Targets that are patterns, or limited to some layers, say nothing.
-    """
-    config = data.config
-    targets = config.get("target_modules")
-    limits = ("layers_to_transform", "layers_pattern", "exclude_modules")
-    if not isinstance(targets, list | set | tuple) or any(config.get(key) for key in limits):
-        return
-    # Beside experts such a target means them, whatever Linears have the same name.
-    experts = set(_BY_NAME) if data.experts else set()
-    for target in sorted(set(targets) - experts):
-        picked = [p for p in linears if p == target or p.endswith(f".{target}")]
-        lost = [p for p in picked if p not in data.dense and p not in data.extra]
-        if lost and len(lost) < len(picked):
-            raise ValueError(
-                f"{where} targets {target} but has no tensors for {lost[0]} ({len(lost)} of "
-                f"{len(picked)} are missing); the file is incomplete, save or copy the adapter "
-                "again"
-            )
 
 
 def _check_config(config: Mapping[str, Any], where: str) -> None:
@@ -385,30 +362,6 @@ def _only(
 # ----------------------------------------------------------------------------------------- writing
 
 
-def write_adapter(
-    directory: str | os.PathLike[str],
-    data: AdapterData,
-    *,
-    model_type: str,
-    linear_paths: Sequence[str],
-) -> None:
-    """Writes `data` in the standard per-expert layout: adapter_model.safetensors and
-    adapter_config.json.
-
-    `linear_paths` are the paths of all Linear modules of the base model, adapted or not; targets
-    are written by leaf name where that picks exactly the adapted ones. Raises ValueError for what
-    stock peft cannot express. Writes straight into `directory`; the caller writes to a temporary
-    place, verifies and renames.
-    """
-    directory = Path(directory)
-    names = expert_names(model_type)
-    config, own = standard_config(data, names, linear_paths)
-    metadata = {"format": "pt", _METADATA: json.dumps(own)}
-    tensors = standard_tensors(data, names)
-    safetensors.torch.save_file(tensors, directory / WEIGHTS_FILE, metadata=metadata)
-    (directory / CONFIG_FILE).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-
-
 def standard_tensors(data: AdapterData, names: Mapping[str, str]) -> dict[str, Tensor]:
     """Tensors by PEFT key, per expert; projections that stock peft needs beside the trained ones
     are zero.
@@ -418,7 +371,7 @@ def standard_tensors(data: AdapterData, names: Mapping[str, str]) -> dict[str, T
         out[f"base_model.model.{path}.lora_A.weight"] = f.a.contiguous()
         out[f"base_model.model.{path}.lora_B.weight"] = f.b.contiguous()
     for path, module in data.experts.items():
-        for p, f in _completed(module).items():
+        for p, f in completed(module).items():
             for e in range(f.a.shape[0]):
                 key = f"base_model.model.{path}.{e}.{names[p]}"
                 out[f"{key}.lora_A.weight"] = f.a[e].clone()
@@ -426,7 +379,7 @@ def standard_tensors(data: AdapterData, names: Mapping[str, str]) -> dict[str, T
     return out
 
 
-def _completed(module: Mapping[str, Factors]) -> dict[str, Factors]:
+def completed(module: Mapping[str, Factors]) -> dict[str, Factors]:
     """Stock peft fuses gate with up and expects down beside them; what was not trained is added as
     zeros.
     """
@@ -441,127 +394,3 @@ def _completed(module: Mapping[str, Factors]) -> dict[str, Factors]:
         a, b = known.a.new_zeros(count, rank, intermediate), known.b.new_zeros(count, hidden, rank)
         full.setdefault("down", Factors(a, b, known.scaling))
     return full
-
-
-def standard_config(
-    data: AdapterData, names: Mapping[str, str], linear_paths: Sequence[str]
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """adapter_config.json with which stock peft puts exactly these factors in place, and our own
-    metadata.
-
-    Stock peft replaces targets named like expert projections by the fused expert parameters, for
-    shared experts and dense MLPs too, so those are targeted as parameters
-    (`shared_expert.gate_proj.weight`), which has the same keys. It doubles r and alpha for the
-    fused gate and up, so r and alpha of the config are the experts'. Fused parameters take no
-    dropout, and rslora would come out wrong by sqrt 2, so the scale is written as an ordinary
-    alpha.
-    """
-    modules = [_completed(m) for m in data.experts.values()]
-    shape = {p: (f.rank, f.alpha) for m in modules[:1] for p, f in m.items()}
-    for m in modules[1:]:
-        if {p: (f.rank, f.alpha) for p, f in m.items()} != shape:
-            raise ValueError(
-                "expert LoRA differs in rank, alpha or projections between layers, which a "
-                "standard PEFT adapter "
-                "cannot hold"
-            )
-    if "gate" in shape and shape["gate"] != shape["up"]:
-        raise ValueError(
-            f"gate_proj and up_proj differ in (rank, alpha) {shape['gate']} and {shape['up']}, "
-            "which a standard PEFT "
-            "adapter cannot hold"
-        )
-    by_path = {path: (f.rank, f.alpha) for path, f in data.dense.items()}
-    default = shape.get("gate") or shape.get("down") or _commonest(list(by_path.values()))
-    patterns: dict[str, tuple[int, float]] = {}
-    if "down" in shape and shape["down"] != default:
-        patterns[r"experts\.down_proj"] = shape["down"]
-    fused_names = set(PROJECTION_KEYS.values()) | set(names.values())
-    targets: set[str] = set()
-    parameters: set[str] = set()
-    for target, paths in _grouped(list(by_path), linear_paths, fused_names).items():
-        as_parameter = target.rsplit(".", 1)[-1] in fused_names
-        (parameters if as_parameter else targets).add(
-            f"{target}.weight" if as_parameter else target
-        )
-        suffix = r"\.weight" if as_parameter else ""
-        values = {by_path[p] for p in paths}
-        if len(values) == 1 and values != {default}:
-            patterns[re.escape(target) + suffix] = values.pop()
-        elif len(values) > 1:
-            patterns.update({re.escape(p) + suffix: by_path[p] for p in paths})
-    targets |= {names[p] for p in shape}
-    config = dict(data.config)
-    config.update(
-        r=default[0],
-        lora_alpha=_plain(default[1]),
-        rank_pattern={k: r for k, (r, _) in patterns.items() if r != default[0]},
-        alpha_pattern={k: _plain(a) for k, (_, a) in patterns.items() if a != default[1]},
-        use_rslora=False,
-        target_modules=sorted(targets),
-        target_parameters=sorted(parameters) or None,
-        exclude_modules=None,
-        layers_to_transform=None,
-        layers_pattern=None,
-        lora_dropout=0.0 if shape or parameters else data.dropout,
-        inference_mode=True,
-    )
-    return config, {"projections": data.projections, "lora_dropout": data.dropout}
-
-
-def training_config(data: AdapterData) -> dict[str, Any]:
-    """The LoraConfig fields with which peft on a model with CPU experts puts exactly these factors
-    in place.
-    """
-    shape = {p: (f.rank, f.alpha) for m in data.experts.values() for p, f in m.items()}
-    values = {path: (f.rank, f.alpha) for path, f in data.dense.items()}
-    default = _commonest([*values.values(), *shape.values()])
-    keyed = {re.escape(path): value for path, value in values.items()}
-    keyed |= {rf"experts\.{PROJECTION_KEYS[p]}": value for p, value in shape.items()}
-    return {
-        "r": default[0],
-        "lora_alpha": _plain(default[1]),
-        "rank_pattern": {k: r for k, (r, _) in keyed.items() if r != default[0]},
-        "alpha_pattern": {k: _plain(a) for k, (_, a) in keyed.items() if a != default[1]},
-        "use_rslora": False,
-        "lora_dropout": data.dropout,
-        "target_modules": set(values) | {f"experts.{PROJECTION_KEYS[p]}" for p in shape},
-        "target_parameters": None,
-        "exclude_modules": None,
-        "layers_to_transform": None,
-        "layers_pattern": None,
-    }
-
-
-def _grouped(
-    adapted: list[str], linear_paths: Sequence[str], fused_names: set[str]
-) -> dict[str, list[str]]:
-    """The shortest targets that pick exactly `adapted`: leaf names, then names with their parent,
-    then whole paths.
-
-    Names in `fused_names` are never written bare, because stock peft gives those another meaning.
-    """
-    out: dict[str, list[str]] = {}
-    everything = set(linear_paths) | set(adapted)
-    rest = list(adapted)
-    for depth in (1, 2):
-        groups: dict[str, list[str]] = {}
-        for path in rest:
-            groups.setdefault(".".join(path.split(".")[-depth:]), []).append(path)
-        for target, paths in groups.items():
-            hit = {p for p in everything if p == target or p.endswith(f".{target}")}
-            if hit == set(paths) and target not in fused_names:
-                out[target] = paths
-        rest = [p for p in rest if not any(p in paths for paths in out.values())]
-    return out | {path: [path] for path in rest}
-
-
-def _commonest(values: list[tuple[int, float]]) -> tuple[int, float]:
-    if not values:
-        raise ValueError("the adapter holds no LoRA tensor; check its target_modules")
-    return max(values, key=values.count)
-
-
-def _plain(alpha: float) -> float | int:
-    rounded = round(alpha)
-    return rounded if math.isclose(alpha, rounded, rel_tol=1e-12) else alpha

@@ -28,19 +28,17 @@ from peft.utils.save_and_load import (
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from kt_core.adapter_config import check_complete, training_config, write_adapter
 from kt_core.adapter_format import (
     CONFIG_FILE,
     PROJECTION_KEYS,
     WEIGHTS_FILE,
     AdapterData,
     Factors,
-    check_complete,
     expert_names,
     parse_adapter,
     read_adapter,
     standard_tensors,
-    training_config,
-    write_adapter,
 )
 from kt_core.module import KTExpertsLinear
 from kt_sft import targets

@@ -15,6 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from kt_core import adapter, hf
+from kt_core.adapter_config import standard_config, write_adapter
 from kt_core.adapter_format import (
     CONFIG_FILE,
     WEIGHTS_FILE,
@@ -23,9 +24,7 @@ from kt_core.adapter_format import (
     expert_names,
     parse_adapter,
     read_adapter,
-    standard_config,
     standard_tensors,
-    write_adapter,
 )
 
 E, H, I, R = 8, 80, 40, 3  # H = 2 I, E != R: every swap of axes has a shape that fits somewhere

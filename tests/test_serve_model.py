@@ -20,7 +20,8 @@ from serve_cases import serving, until
 from transformers import AutoTokenizer
 
 from kt_core.adapter import adapter, load_adapter
-from kt_core.adapter_format import AdapterData, Factors, write_adapter
+from kt_core.adapter_config import write_adapter
+from kt_core.adapter_format import AdapterData, Factors
 from kt_core.hf import load_model
 from kt_core.serve import __main__ as cli
 from kt_core.serve.engine import Engine, Finished, Job, Sampling

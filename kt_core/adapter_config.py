@@ -1,0 +1,198 @@
+"""What adapter_config.json says: to stock peft, to peft on a model with CPU experts, and whether a
+file holds all that its config promises. Writes the directory too. No peft import.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+
+from kt_core.adapter_format import (
+    CONFIG_FILE,
+    METADATA,
+    PROJECTION_KEYS,
+    PROJECTION_OF,
+    WEIGHTS_FILE,
+    AdapterData,
+    completed,
+    expert_names,
+    standard_tensors,
+)
+
+
+def write_adapter(
+    directory: str | os.PathLike[str],
+    data: AdapterData,
+    *,
+    model_type: str,
+    linear_paths: Sequence[str],
+) -> None:
+    """Writes `data` in the standard per-expert layout: adapter_model.safetensors and
+    adapter_config.json.
+
+    `linear_paths` are the paths of all Linear modules of the base model, adapted or not; targets
+    are written by leaf name where that picks exactly the adapted ones. Raises ValueError for what
+    stock peft cannot express. Writes straight into `directory`; the caller writes to a temporary
+    place, verifies and renames.
+    """
+    directory = Path(directory)
+    names = expert_names(model_type)
+    config, own = standard_config(data, names, linear_paths)
+    metadata = {"format": "pt", METADATA: json.dumps(own)}
+    tensors = standard_tensors(data, names)
+    safetensors.torch.save_file(tensors, directory / WEIGHTS_FILE, metadata=metadata)
+    (directory / CONFIG_FILE).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def check_complete(data: AdapterData, linears: Iterable[str], where: str) -> None:
+    """Raises ValueError if the config's targets pick one of `linears`, paths of all Linear modules
+    of the model, for which there is no tensor although the same target has tensors elsewhere: the
+    file has lost a layer. Targets that are patterns, or limited to some layers, say nothing.
+    """
+    config = data.config
+    targets = config.get("target_modules")
+    limits = ("layers_to_transform", "layers_pattern", "exclude_modules")
+    if not isinstance(targets, list | set | tuple) or any(config.get(key) for key in limits):
+        return
+    # Beside experts such a target means them, whatever Linears have the same name.
+    experts = set(PROJECTION_OF) if data.experts else set()
+    for target in sorted(set(targets) - experts):
+        picked = [p for p in linears if p == target or p.endswith(f".{target}")]
+        lost = [p for p in picked if p not in data.dense and p not in data.extra]
+        if lost and len(lost) < len(picked):
+            raise ValueError(
+                f"{where} targets {target} but has no tensors for {lost[0]} ({len(lost)} of "
+                f"{len(picked)} are missing); the file is incomplete, save or copy the adapter "
+                "again"
+            )
+
+
+def standard_config(
+    data: AdapterData, names: Mapping[str, str], linear_paths: Sequence[str]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """adapter_config.json with which stock peft puts exactly these factors in place, and our own
+    metadata.
+
+    Stock peft replaces targets named like expert projections by the fused expert parameters, for
+    shared experts and dense MLPs too, so those are targeted as parameters
+    (`shared_expert.gate_proj.weight`), which has the same keys. It doubles r and alpha for the
+    fused gate and up, so r and alpha of the config are the experts'. Fused parameters take no
+    dropout, and rslora would come out wrong by sqrt 2, so the scale is written as an ordinary
+    alpha.
+    """
+    modules = [completed(m) for m in data.experts.values()]
+    shape = {p: (f.rank, f.alpha) for m in modules[:1] for p, f in m.items()}
+    for m in modules[1:]:
+        if {p: (f.rank, f.alpha) for p, f in m.items()} != shape:
+            raise ValueError(
+                "expert LoRA differs in rank, alpha or projections between layers, which a "
+                "standard PEFT adapter "
+                "cannot hold"
+            )
+    if "gate" in shape and shape["gate"] != shape["up"]:
+        raise ValueError(
+            f"gate_proj and up_proj differ in (rank, alpha) {shape['gate']} and {shape['up']}, "
+            "which a standard PEFT "
+            "adapter cannot hold"
+        )
+    by_path = {path: (f.rank, f.alpha) for path, f in data.dense.items()}
+    default = shape.get("gate") or shape.get("down") or _commonest(list(by_path.values()))
+    patterns: dict[str, tuple[int, float]] = {}
+    if "down" in shape and shape["down"] != default:
+        patterns[r"experts\.down_proj"] = shape["down"]
+    fused_names = set(PROJECTION_KEYS.values()) | set(names.values())
+    targets: set[str] = set()
+    parameters: set[str] = set()
+    for target, paths in _grouped(list(by_path), linear_paths, fused_names).items():
+        as_parameter = target.rsplit(".", 1)[-1] in fused_names
+        (parameters if as_parameter else targets).add(
+            f"{target}.weight" if as_parameter else target
+        )
+        suffix = r"\.weight" if as_parameter else ""
+        values = {by_path[p] for p in paths}
+        if len(values) == 1 and values != {default}:
+            patterns[re.escape(target) + suffix] = values.pop()
+        elif len(values) > 1:
+            patterns.update({re.escape(p) + suffix: by_path[p] for p in paths})
+    targets |= {names[p] for p in shape}
+    config = dict(data.config)
+    config.update(
+        r=default[0],
+        lora_alpha=_plain(default[1]),
+        rank_pattern={k: r for k, (r, _) in patterns.items() if r != default[0]},
+        alpha_pattern={k: _plain(a) for k, (_, a) in patterns.items() if a != default[1]},
+        use_rslora=False,
+        target_modules=sorted(targets),
+        target_parameters=sorted(parameters) or None,
+        exclude_modules=None,
+        layers_to_transform=None,
+        layers_pattern=None,
+        lora_dropout=0.0 if shape or parameters else data.dropout,
+        inference_mode=True,
+    )
+    return config, {"projections": data.projections, "lora_dropout": data.dropout}
+
+
+def training_config(data: AdapterData) -> dict[str, Any]:
+    """The LoraConfig fields with which peft on a model with CPU experts puts exactly these factors
+    in place.
+    """
+    shape = {p: (f.rank, f.alpha) for m in data.experts.values() for p, f in m.items()}
+    values = {path: (f.rank, f.alpha) for path, f in data.dense.items()}
+    default = _commonest([*values.values(), *shape.values()])
+    keyed = {re.escape(path): value for path, value in values.items()}
+    keyed |= {rf"experts\.{PROJECTION_KEYS[p]}": value for p, value in shape.items()}
+    return {
+        "r": default[0],
+        "lora_alpha": _plain(default[1]),
+        "rank_pattern": {k: r for k, (r, _) in keyed.items() if r != default[0]},
+        "alpha_pattern": {k: _plain(a) for k, (_, a) in keyed.items() if a != default[1]},
+        "use_rslora": False,
+        "lora_dropout": data.dropout,
+        "target_modules": set(values) | {f"experts.{PROJECTION_KEYS[p]}" for p in shape},
+        "target_parameters": None,
+        "exclude_modules": None,
+        "layers_to_transform": None,
+        "layers_pattern": None,
+    }
+
+
+def _grouped(
+    adapted: list[str], linear_paths: Sequence[str], fused_names: set[str]
+) -> dict[str, list[str]]:
+    """The shortest targets that pick exactly `adapted`: leaf names, then names with their parent,
+    then whole paths.
+
+    Names in `fused_names` are never written bare, because stock peft gives those another meaning.
+    """
+    out: dict[str, list[str]] = {}
+    everything = set(linear_paths) | set(adapted)
+    rest = list(adapted)
+    for depth in (1, 2):
+        groups: dict[str, list[str]] = {}
+        for path in rest:
+            groups.setdefault(".".join(path.split(".")[-depth:]), []).append(path)
+        for target, paths in groups.items():
+            hit = {p for p in everything if p == target or p.endswith(f".{target}")}
+            if hit == set(paths) and target not in fused_names:
+                out[target] = paths
+        rest = [p for p in rest if not any(p in paths for paths in out.values())]
+    return out | {path: [path] for path in rest}
+
+
+def _commonest(values: list[tuple[int, float]]) -> tuple[int, float]:
+    if not values:
+        raise ValueError("the adapter holds no LoRA tensor; check its target_modules")
+    return max(values, key=values.count)
+
+
+def _plain(alpha: float) -> float | int:
+    rounded = round(alpha)
+    return rounded if math.isclose(alpha, rounded, rel_tol=1e-12) else alpha
