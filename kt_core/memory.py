@@ -65,6 +65,12 @@ def return_freed_tensors() -> bool:
     return bool(mallopt(_M_TRIM_THRESHOLD, 256 << 20) and mallopt(_M_MMAP_THRESHOLD, 256 << 10))
 
 
+def resident_bytes() -> int:
+    """Bytes of memory that this process holds now, mapped files included."""
+    pages = int((PROC / "self" / "statm").read_text().split()[1])
+    return pages * resource.getpagesize()
+
+
 @dataclass(frozen=True)
 class Limit:
     """One bound: `available` bytes may still be used; `address_space` tells whether mappings count

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from kt_core.experts import PROJECTIONS, Experts, Lora
 from kt_core.module import Runner
-from kt_sft import staging
+from kt_sft import staging, tally
 
 _next_handle = itertools.count(1)
 _by_handle: weakref.WeakValueDictionary[int, Experts] = weakref.WeakValueDictionary()
@@ -162,6 +162,7 @@ def experts_backward(
         need_dw=need_weights,
         need_lora=need_lora,
     )
+    tally.count_rows(experts, hi)
     names = _names(projections)
     results = [
         grads.dx,

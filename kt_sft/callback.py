@@ -14,10 +14,12 @@ from math import inf, isfinite
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from kt_core import runtime
+from kt_sft import tally
+from kt_sft.collective import over_ranks
 from kt_sft.peft_io import has_experts
 
 log = logging.getLogger("kt")
@@ -58,11 +60,9 @@ class KTCallback(TrainerCallback):
     """
 
     def __init__(self) -> None:
-        self.tokens = 0
         self.started = 0.0
         self.before: dict[str, float] = {}
         self.checked = False
-        self._hook: Any = None
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kw: Any
@@ -87,18 +87,9 @@ class KTCallback(TrainerCallback):
                 "check the LoRA targets and the optimizer setting"
             )
         self.counts = counts
-        self._hook = model.register_forward_pre_hook(self._count_tokens, with_kwargs=True)
+        self._tokens = tally.TokenCount(model)
         self.before = dict(runtime.seconds())
         self.started = time.perf_counter()
-
-    def _count_tokens(self, model: nn.Module, inputs: tuple[Any, ...], kw: dict[str, Any]) -> None:
-        if not torch.is_grad_enabled() or not model.training:
-            return
-        mask, ids = kw.get("attention_mask"), kw.get("input_ids")
-        if isinstance(mask, Tensor) and mask.dim() == 2:
-            self.tokens += int((mask != 0).sum())
-        elif isinstance(ids, Tensor):
-            self.tokens += ids.numel()
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kw: Any
@@ -115,11 +106,10 @@ class KTCallback(TrainerCallback):
     ) -> None:
         """Writes kt_stats.json (on the first process, numbers of all)."""
         elapsed = time.perf_counter() - self.started
-        if self._hook is not None:
-            self._hook.remove()
+        self._tokens.remove()
         after = runtime.seconds()
         seconds = {key: after[key] - self.before.get(key, 0.0) for key in after}
-        tokens = int(_over_ranks(float(self.tokens), "sum"))
+        tokens = int(_over_ranks(float(self._tokens.tokens), "sum"))
         if not state.is_world_process_zero or args.output_dir is None:
             return
         losses = [entry["loss"] for entry in state.log_history if "loss" in entry]
@@ -178,15 +168,7 @@ def check_gradients(model: nn.Module, *, overflow: bool = False) -> None:
 
 
 def _over_ranks(value: float, how: str) -> float:
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return value
-    device = "cpu"
-    if torch.distributed.get_backend() == "nccl":
-        device = f"cuda:{torch.cuda.current_device()}"
-    tensor = torch.tensor([value], dtype=torch.float64, device=device)
-    operation = {"sum": torch.distributed.ReduceOp.SUM, "max": torch.distributed.ReduceOp.MAX}[how]
-    torch.distributed.all_reduce(tensor, operation)
-    return float(tensor.item())
+    return float(over_ranks(torch.tensor([value], dtype=torch.float64), how))
 
 
 def _optimizer_parameters(optimizer: Any) -> int | None:

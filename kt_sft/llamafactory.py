@@ -30,6 +30,7 @@ import torch
 
 from kt_core import memory
 from kt_sft import config as settings
+from kt_sft import trainer_log
 from kt_sft.config import KTConfig
 
 _STAGES = ("pt", "sft", "dpo", "kto")
@@ -189,7 +190,8 @@ def adapt_loader(module: Any) -> None:
 
 
 def adapt_tuner(module: Any) -> None:
-    """use_kt runs get the KTCallback."""
+    """use_kt runs get our callbacks, and their numbers a place in trainer_log.jsonl."""
+    module.LogCallback = trainer_log.with_our_keys(module.LogCallback)
     for stage in _STAGES:
         name = f"run_{stage}"
         setattr(module, name, _with_callback(vars(module)[name]))
@@ -205,8 +207,9 @@ def _with_callback(run: Callable[..., Any]) -> Callable[..., Any]:
     def with_callback(model_args: Any, *args: Any) -> Any:
         if model_args.use_kt:
             from kt_sft.callback import KTCallback
+            from kt_sft.step_log import StepLog
 
-            args[-1].append(KTCallback())
+            args[-1].extend([KTCallback(), StepLog()])
         return run(model_args, *args)
 
     return with_callback

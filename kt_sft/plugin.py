@@ -31,10 +31,12 @@ def install() -> None:
         return
     import peft
     from peft.tuners.lora import LoraModel
+    from transformers import Trainer
 
-    from kt_sft import peft_io
+    from kt_sft import peft_io, step_log
 
     hf.install()
+    _wrap(Trainer, "log", step_log.log, ["self", "logs"])
     _wrap(LoraModel, "inject_adapter", peft_io.inject_adapter, ["self", "model", "adapter_name"])
     _wrap(
         peft.PeftModel,
@@ -102,10 +104,11 @@ def _wrap(owner: Any, name: str, replacement: Callable[..., Any], expected: list
     found = list(inspect.signature(function).parameters)[: len(expected)]
     if found != expected:
         import peft
+        import transformers
 
         raise RuntimeError(
-            f"{owner.__name__}.{name} of peft {peft.__version__} takes {found}, not {expected}; "
-            "this version is not "
+            f"{owner.__module__}.{owner.__name__}.{name} (peft {peft.__version__}, transformers "
+            f"{transformers.__version__}) takes {found}, not {expected}; this version is not "
             "supported, install one from constraints.txt"
         )
 

@@ -18,6 +18,8 @@ import yaml
 from peft import PeftModel
 
 from kt_core.adapter_format import read_adapter
+from kt_sft.step_log import HEAT_MAP
+from kt_sft.trainer_log import KEYS
 
 
 def _two_ranks(worker, *args, **environment):
@@ -92,6 +94,9 @@ def test_llamafactory_under_fsdp2_trains_like_one_process(tmp_path):
     a, b = (read_adapter(r["output_dir"]) for r in (one, two))
     assert a.projections == b.projections == ["gate", "up", "down"]
     assert a.dense.keys() == b.dense.keys() and len(a.dense) == 8
+    state = json.loads((Path(two["output_dir"]) / "trainer_state.json").read_text())
+    assert all(set(KEYS) <= set(entry) for entry in state["log_history"] if "loss" in entry)
+    assert (Path(two["output_dir"]) / HEAT_MAP).exists()
 
 
 @pytest.mark.slow

@@ -1,0 +1,51 @@
+"""Counts of what a run has trained on: tokens, and tokens per expert.
+
+Rows are counted in backward, which runs once per micro-batch and layer whatever is checkpointed or
+recomputed, and neither in evaluation nor for a reference model.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kt_core.experts import Experts
+
+_rows: weakref.WeakKeyDictionary[Experts, Tensor] = weakref.WeakKeyDictionary()
+
+
+def count_rows(experts: Experts, top_k_index: Tensor) -> None:
+    """Adds the assignments of one backward; top_k_index [T, K] int64 on the CPU, in [0, E)."""
+    added = torch.bincount(top_k_index.reshape(-1), minlength=experts.num_experts)
+    before = _rows.get(experts)
+    _rows[experts] = added if before is None else before + added
+
+
+def rows(experts: Experts) -> Tensor:
+    """Rows [E] int64 that each expert has been trained on in this process; padding counts too."""
+    counted = _rows.get(experts)
+    return torch.zeros(experts.num_experts, dtype=torch.int64) if counted is None else counted
+
+
+class TokenCount:
+    """Counts the tokens that a model is trained on, padding left out where a mask tells it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.tokens = 0
+        self._hook = model.register_forward_pre_hook(self._count, with_kwargs=True)
+
+    def remove(self) -> None:
+        """Stops counting."""
+        self._hook.remove()
+
+    def _count(self, model: nn.Module, inputs: tuple[Any, ...], kw: dict[str, Any]) -> None:
+        if not torch.is_grad_enabled() or not model.training:
+            return
+        mask, ids = kw.get("attention_mask"), kw.get("input_ids")
+        if isinstance(mask, Tensor) and mask.dim() == 2:
+            self.tokens += int((mask != 0).sum())
+        elif isinstance(ids, Tensor):
+            self.tokens += ids.numel()
