@@ -155,6 +155,9 @@ PYBIND11_MODULE(_kt, m) {
   m.def("threads", &threads);
   m.def("set_threads", &set_threads, py::arg("n"), py::arg("oversubscribe") = false,
         py::call_guard<NoGil>());  // waits for the call in flight
+  m.def("use_openmp", &use_openmp, py::arg("parallel"), py::arg("max_threads"),
+        py::call_guard<NoGil>());
+  m.def("in_openmp", &in_openmp);
   m.def("delay_tasks", &delay_tasks);
   m.def("fail_tasks", &fail_tasks);
   m.def("workers_seen", &workers_seen);

@@ -27,8 +27,7 @@
 namespace kt {
 namespace {
 
-constexpr int kSpins =
-    2000;  // about 20 us of pause: a second stage usually follows within that time
+constexpr int kSpins = 2000;  // of pause, 20 to 90 us: a second stage usually follows within that
 
 inline void relax() {
 #if defined(__x86_64__)
@@ -63,6 +62,14 @@ struct Buffer {
   }
 };
 
+// The OpenMP runtime that torch computes with (use_openmp): its threads wait by spinning after
+// every operator of torch, so they are awake where ours would have to be woken, and on their own
+// cores.
+struct OpenMP {
+  void (*parallel)(void (*fn)(void*), void* data, unsigned threads, unsigned flags) = nullptr;
+  int (*max_threads)() = nullptr;
+};
+
 struct alignas(64) Range {
   std::atomic<int64_t> next{0};
   int64_t end = 0;
@@ -70,20 +77,11 @@ struct alignas(64) Range {
 
 class Pool {
  public:
-  explicit Pool(int n) : ranges_(size_t(n)), used_(size_t(n)), size_(n) {
-    try {
-      for (int i = 1; i < n; ++i) workers_.emplace_back([this, i] { loop(i); });
-    } catch (const std::system_error&) {
-      join();
-      throw std::runtime_error("the system refused thread " + std::to_string(workers_.size() + 2) +
-                               " of " + std::to_string(n) +
-                               "; lower threads or raise its limits (memory, pids cgroup, ulimit)");
-    }
-  }
+  explicit Pool(int n) : ranges_(size_t(n)), used_(size_t(n)), size_(n) {}
   ~Pool() { join(); }
   int size() const { return size_; }
 
-  void run(int64_t tasks, const std::function<void(int64_t, int)>& fn) {
+  void run(int64_t tasks, const std::function<void(int64_t, int)>& fn, const OpenMP& torch) {
     if (tasks <= 0) return;
     fn_ = &fn;
     error_ = nullptr;
@@ -91,32 +89,64 @@ class Pool {
       ranges_[size_t(i)].next = tasks * i / size_;
       ranges_[size_t(i)].end = tasks * (i + 1) / size_;
     }
-    if (size_ > 1 && tasks > 1) {
-      busy_ = size_ - 1;
-      {
-        std::lock_guard lock(mutex_);
-        epoch_.fetch_add(1);
-      }
-      wake_.notify_all();
+    // Another number than the calling thread's own would make its runtime start and end threads.
+    in_openmp_ = size_ > 1 && tasks > 1 && torch.parallel && torch.max_threads() == size_;
+    if (size_ == 1 || tasks == 1)
       work(0);
-      for (int spin = 0; busy_.load(std::memory_order_acquire); ++spin)
-        if (spin < kSpins) {
-          relax();
-        } else {
-          std::unique_lock lock(mutex_);
-          done_.wait(lock, [&] { return busy_.load() == 0; });
-        }
-    } else {
-      work(0);
-    }
+    else if (in_openmp_)
+      with_openmp(torch);
+    else
+      with_workers();
     if (error_) std::rethrow_exception(error_);
   }
 
+  bool in_openmp() const { return in_openmp_; }
   std::vector<std::atomic<bool>>& used() { return used_; }
   std::atomic<int> delay{0};
   std::atomic<int> failing{-1};
 
  private:
+  // However many threads it gives: each steals what the others do not do.
+  void with_openmp(const OpenMP& torch) {
+    busy_ = 0;
+    auto body = [](void* self) {
+      auto* pool = static_cast<Pool*>(self);
+      pool->work(pool->busy_.fetch_add(1));
+    };
+    torch.parallel(body, this, unsigned(size_), 0);
+  }
+
+  void with_workers() {
+    if (workers_.empty()) start();
+    busy_ = size_ - 1;
+    {
+      std::lock_guard lock(mutex_);
+      epoch_.fetch_add(1);
+    }
+    wake_.notify_all();
+    work(0);
+    for (int spin = 0; busy_.load(std::memory_order_acquire); ++spin)
+      if (spin < kSpins) {
+        relax();
+      } else {
+        std::unique_lock lock(mutex_);
+        done_.wait(lock, [&] { return busy_.load() == 0; });
+      }
+  }
+
+  void start() {
+    try {
+      for (int i = 1; i < size_; ++i)
+        workers_.emplace_back([this, i, seen = epoch_.load()] { loop(i, seen); });
+    } catch (const std::system_error&) {
+      const size_t refused = workers_.size() + 2;
+      join();
+      throw std::runtime_error("the system refused thread " + std::to_string(refused) + " of " +
+                               std::to_string(size_) +
+                               "; lower threads or raise its limits (memory, pids cgroup, ulimit)");
+    }
+  }
+
   void join() {
     {
       std::lock_guard lock(mutex_);
@@ -125,6 +155,8 @@ class Pool {
     }
     wake_.notify_all();
     for (auto& t : workers_) t.join();
+    workers_.clear();
+    stop_ = false;
   }
 
   void work(int me) {
@@ -149,8 +181,8 @@ class Pool {
     }
   }
 
-  void loop(int me) {
-    for (int64_t seen = 0;;) {
+  void loop(int me, int64_t seen) {
+    for (;;) {
       for (int spin = 0; spin < kSpins && epoch_.load(std::memory_order_acquire) == seen; ++spin)
         relax();
       if (epoch_.load(std::memory_order_acquire) == seen) {
@@ -173,7 +205,7 @@ class Pool {
   std::condition_variable wake_, done_;
   std::atomic<int64_t> epoch_{0};
   std::atomic<int> busy_{0};
-  bool stop_ = false;
+  bool stop_ = false, in_openmp_ = false;
   const std::function<void(int64_t, int)>* fn_ = nullptr;
   std::exception_ptr error_;
 };
@@ -186,6 +218,7 @@ struct State {
   std::atomic<int> allowed{
       0};  // of the last set_threads, or of the first call: asking takes 0.1 ms
   bool oversubscribe = false;
+  OpenMP torch;
   // [worker + 1][slot]; grows between runs only, and a worker touches its own: no lock
   std::deque<std::array<Buffer, kSlots>> buffers{1};
 };
@@ -210,7 +243,7 @@ State& state() {
           auto* fresh = new State;
           fresh->wanted = old->wanted.load();
           fresh->allowed = old->allowed.load();
-          fresh->oversubscribe = old->oversubscribe;
+          fresh->oversubscribe = old->oversubscribe;  // `torch` not: no OpenMP runtime survives it
           state_slot() = fresh;
         });
         // A thread may be computing: its call ends first, and as the lock is kept, none follows
@@ -263,7 +296,18 @@ int threads() {
 
 void parallel(int64_t tasks, const std::function<void(int64_t, int)>& fn) {
   Entry lock;
-  pool().run(tasks, fn);
+  pool().run(tasks, fn, state().torch);
+}
+
+void use_openmp(uintptr_t parallel, uintptr_t max_threads) {
+  Entry lock;
+  state().torch = {reinterpret_cast<decltype(OpenMP::parallel)>(parallel),
+                   reinterpret_cast<decltype(OpenMP::max_threads)>(max_threads)};
+}
+
+bool in_openmp() {
+  Entry lock;
+  return state().pool && state().pool->in_openmp();
 }
 
 Entry::Entry() { state().entry.lock(); }

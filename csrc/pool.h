@@ -17,6 +17,13 @@ int threads();
 // fn(task, worker) for task in [0, tasks), worker in [0, threads()).
 void parallel(int64_t tasks, const std::function<void(int64_t, int)>& fn);
 
+// Addresses of GOMP_parallel and omp_get_max_threads in the OpenMP runtime that torch uses (0, 0:
+// in none). From then on its threads run the tasks of calls from threads whose
+// omp_get_max_threads() is threads(); the pool's own threads do wherever it is not, and after
+// fork().
+void use_openmp(uintptr_t parallel, uintptr_t max_threads);
+bool in_openmp();  // whether the last parallel() with work for two was run by them
+
 // Holds the entry lock: all parallel() calls of one engine call and its scratch belong to one
 // caller.
 struct Entry {

@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kt_core import _kt, runtime
+from kt_core import _kt, openmp, runtime
+
+openmp.share_threads()
 
 PROJECTIONS = ("gate", "up", "down")
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "sigmoid": 4}
