@@ -15,7 +15,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Set
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -30,6 +30,7 @@ from transformers.integrations import is_fsdp_enabled
 from transformers.modeling_utils import PreTrainedModel, is_local_dist_rank_0
 
 from kt_core import checkpoint, experts, packing, runtime
+from kt_core.host import Host
 from kt_core.layout import ExpertsLayout, find_experts
 from kt_core.module import KTExpertsLinear, Runner, inference_runner
 
@@ -46,7 +47,7 @@ _KNOWN_CONVERSIONS = {"MergeModulelist", "Concatenate", "Transpose", "Force16Byt
 class LoadSettings:
     """How experts are kept: weight format, weights per scale (None: the format's default), worker
     threads (None: all allowed CPUs), NUMA nodes, a directory for the packed file (None: packed into
-    anonymous memory), and the runner of the modules.
+    anonymous memory), the runner of the modules, and the processes of this host that load together.
     """
 
     format: str = "int8"
@@ -55,6 +56,7 @@ class LoadSettings:
     numa_nodes: int | None = None
     packed_dir: str | Path | None = None
     runner: Runner = inference_runner
+    host: Host = field(default_factory=Host)
 
     def __post_init__(self) -> None:
         formats = sorted({str(kernel["format"]) for kernel in runtime.kernels()})
@@ -184,8 +186,9 @@ def _load_pretrained_model(
         )
     _check_devices(load_config.device_map)
     layouts = _layouts(model)
-    if settings.threads is not None:
-        runtime.set_threads(settings.threads)
+    host = settings.host
+    with host.step("dividing the CPUs", everywhere=True):
+        host.use_threads(settings.threads)
     source_name = str(load_config.pretrained_model_name_or_path)
     source = checkpoint.Source([Path(file) for file in checkpoint_files])
     want = checkpoint.Want(
@@ -199,21 +202,24 @@ def _load_pretrained_model(
         want,
         model=source_name,
         other_bytes=_other_bytes(model, layouts, load_config.device_map),
+        # Under FSDP with cpu_ram_efficient_loading only the first process of a machine holds them.
+        copies=1 if is_fsdp_enabled() else host.size,
         format=settings.format,
         group=settings.weights_per_scale,
         packed_dir=settings.packed_dir,
+        host=host,
     )
     _swap(model, layouts, packed, settings.runner)
     # What transformers, which no longer knows the experts, will call their tensors.
     renamed = _renaming(model, load_config.weight_mapping)
     ours = {renamed(stored.name) for stored in source.safetensors if want.module(stored.name)}
     del source  # closes its files
-    info, offload = _original(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
-    info.unexpected_keys -= ours
-    # Under FSDP with cpu_ram_efficient_loading only the first process of a machine holds weights.
-    if not is_fsdp_enabled() or is_local_dist_rank_0():
-        _check_complete(model, info.missing_keys, where=source_name)
-        _check_finite(model, where=source_name)
+    with host.step("loading the other weights", everywhere=True):
+        info, offload = _original(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
+        info.unexpected_keys -= ours
+        if not is_fsdp_enabled() or is_local_dist_rank_0():  # else this process holds no weights
+            _check_complete(model, info.missing_keys, where=source_name)
+            _check_finite(model, where=source_name)
     model.save_pretrained = _refuse_saving
     return info, offload
 

@@ -31,18 +31,25 @@ class MemoryPlan:
 
     experts: packed experts, in memory or mapped from the packed file. other: non-expert weights
     kept on the CPU. staging: what is held for a moment beside them. mapped: checkpoint files that
-    are mapped, which costs address space but no memory that cannot be reclaimed.
+    are mapped, which costs address space but no memory that cannot be reclaimed. copies: processes
+    of this host that load together and each hold `other`; the experts they share.
     """
 
     experts: int
     other: int
     staging: int
     mapped: int
+    copies: int = 1
 
     @property
     def resident(self) -> int:
-        """Bytes of memory needed."""
-        return self.experts + self.other + self.staging
+        """Bytes of memory that all processes need together."""
+        return self.experts + self.other * self.copies + self.staging
+
+    @property
+    def address_space(self) -> int:
+        """Bytes of address space that one process needs."""
+        return self.experts + self.other + self.staging + self.mapped
 
 
 def return_freed_tensors() -> bool:
@@ -101,13 +108,15 @@ def check(plan: MemoryPlan, bounds: list[Limit], what: str) -> None:
     the model.
     """
     for bound in bounds:
-        needed = plan.resident + (plan.mapped if bound.address_space else 0)
+        needed = plan.address_space if bound.address_space else plan.resident
         if needed > bound.available:
             maps = f", {plan.mapped:,} mapped files" if bound.address_space else ""
+            others = f"{plan.other:,} other weights"
+            if plan.copies > 1 and not bound.address_space:
+                others += f" in each of {plan.copies} processes"
             raise MemoryError(
                 f"loading {what} needs {needed:,} bytes ({plan.experts:,} packed experts, "
-                f"{plan.other:,} other weights, "
-                f"{plan.staging:,} while loading{maps}) but {bound.name} leaves "
+                f"{others}, {plan.staging:,} while loading{maps}) but {bound.name} leaves "
                 f"{bound.available:,}; "
                 "choose a smaller format (int8, int4) or raise the limit"
             )

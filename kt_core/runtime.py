@@ -55,6 +55,15 @@ def set_threads(n: int | None) -> None:
     Raises:
         ValueError: below 1, above :func:`allowed_cpus`, or different from ``KT_THREADS``.
     """
+    _kt.set_threads(asked_threads(n) or 0)
+
+
+def asked_threads(n: int | None) -> int | None:
+    """The number that a setting `n` or ``KT_THREADS`` asks for, None for neither.
+
+    Raises:
+        ValueError: below 1, or the two differ.
+    """
     env = _env_threads()
     if n is not None and n < 1:
         raise ValueError(
@@ -64,7 +73,7 @@ def set_threads(n: int | None) -> None:
         raise ValueError(
             f"threads is {n} but KT_THREADS is {env}; unset KT_THREADS or make them equal"
         )
-    _kt.set_threads(n or env or 0)
+    return n or env
 
 
 def seconds() -> dict[str, float]:

@@ -30,7 +30,7 @@ class KTConfig:
     channel;
                   None takes the format's default (int8 128, int4 32); bf16 has no scales and takes
                   no group
-    threads       worker threads of the kernels; None: every CPU this process may run on
+    threads       worker threads of the kernels; None: this process's share of the CPUs
     numa_nodes    NUMA nodes the weights are spread over; None: as found
     activation    retain: gate and up pre-activations are kept for backward; recompute: nothing is
     kept packed_dir    directory of packed expert files, reused by the next run; None: experts are

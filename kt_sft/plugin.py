@@ -6,6 +6,7 @@ models; every other model of the process takes the original code.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ from torch import nn
 
 from kt_core import hf
 from kt_core.module import KTExpertsLinear
-from kt_sft import autograd
+from kt_sft import autograd, dist
 from kt_sft.checkpointing import retain_experts
 from kt_sft.config import KTConfig
 
@@ -136,10 +137,11 @@ def load_settings(config: KTConfig) -> hf.LoadSettings:
 @contextmanager
 def loading(config: KTConfig) -> Iterator[None]:
     """Inside it, `from_pretrained` of a causal language model puts the experts into CPU memory,
-    ready for training.
+    ready for training, one copy per host. Collective: every rank of a run loads the model.
     """
     install()
-    with hf.experts_on_cpu(load_settings(config)):
+    settings = load_settings(config)
+    with dist.host_of_run() as host, hf.experts_on_cpu(dataclasses.replace(settings, host=host)):
         yield
 
 

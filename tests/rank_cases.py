@@ -1,0 +1,112 @@
+"""What the ranks of a RankGroup run. First argument: a pytest.MonkeyPatch that is undone after the
+case.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import zlib
+from pathlib import Path
+
+import sft_cases as cases
+import torch
+import transformers
+from torch import distributed
+
+from kt_core import checkpoint, runtime
+from kt_core import memory as kt_memory
+from kt_core.module import KTExpertsLinear
+from kt_sft import dist
+
+
+def place(patch, hosts: list[str] | None) -> int:
+    """Puts every rank on a host (None: all on this one); returns this rank's number."""
+    rank = distributed.get_rank()
+    if hosts is not None:
+        patch.setattr(dist, "host_identity", lambda: hosts[rank])
+    return rank
+
+
+def experts_of(model) -> list:
+    """The packed experts of a model's layers."""
+    return [m.experts for m in model.modules() if isinstance(m, KTExpertsLinear)]
+
+
+def pss() -> int:
+    """This process's proportional share of the memory it maps, in bytes."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
+        if line.startswith("Pss:"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError("no Pss in smaps_rollup")
+
+
+def load(patch, path, hosts=None, **config):
+    """Loads, computes, and tells who packed, what is mapped and what came out."""
+    place(patch, hosts)
+    packed: list[str] = []
+    fill = checkpoint.fill
+    patch.setattr(
+        checkpoint, "fill", lambda layer, *rest: (packed.append(layer.name), fill(layer, *rest))
+    )
+    model = cases.load(path, **config)
+    layers = experts_of(model)
+    shared = [line for line in Path("/proc/self/maps").read_text().splitlines() if "kt-" in line]
+    return {
+        "packed": len(packed),
+        "read only": all(layer.packed().readonly for layer in layers),
+        "shared mappings": len(shared),
+        "threads": runtime.threads(),
+        "logits": cases.logits(model, cases.token_ids()),
+    }
+
+
+def refused(patch, path, hosts=None, available=None, fails_on=None, **config):
+    """The sentence with which this rank refuses to load, and the bytes it would have needed.
+
+    available: what the machine has. fails_on: the rank that meets a damaged checkpoint.
+    """
+    rank = place(patch, hosts)
+    plans = []
+    check = kt_memory.check
+    patch.setattr(kt_memory, "check", lambda plan, *rest: (plans.append(plan), check(plan, *rest)))
+    if available is not None:
+        limits = [kt_memory.Limit("the machine's MemAvailable", available)]
+        patch.setattr(kt_memory, "limits", lambda: limits)
+    if rank == fails_on:
+        fill = checkpoint.fill
+
+        def damaged(layer, *rest):
+            if ".1." in layer.name:
+                raise ValueError(f"{layer.name} is damaged")
+            fill(layer, *rest)
+
+        patch.setattr(checkpoint, "fill", damaged)
+    sentence = None
+    try:
+        cases.load(path, **config)
+    except (ValueError, OSError, MemoryError) as error:
+        sentence = f"{type(error).__name__}: {error}"
+    return sentence, plans[0] if plans else None
+
+
+def memory(patch, path, without, **config):
+    """PSS of the model with experts and of the one without, after a forward, and packed bytes."""
+    ids = cases.token_ids()
+    found = {}
+    for name in ("first", "without", "with"):  # the first warms up allocators and imports
+        if name == "with":
+            model = cases.load(path, **config)
+        else:
+            model = transformers.AutoModelForCausalLM.from_pretrained(without, dtype=torch.float32)
+        cases.logits(model, ids)
+        for layer in experts_of(model):
+            zlib.crc32(layer.packed())  # every page of it is used
+        distributed.barrier()
+        found[name] = pss()
+        distributed.barrier()
+        size = sum(e.nbytes for e in experts_of(model))
+        del model
+    return found["with"], found["without"], size
