@@ -33,8 +33,10 @@ class KTConfig:
     threads       worker threads of the kernels; None: this process's share of the CPUs
     numa_nodes    NUMA nodes the weights are spread over; None: as found
     activation    retain: gate and up pre-activations are kept for backward; recompute: nothing is
-    kept packed_dir    directory of packed expert files, reused by the next run; None: experts are
+    kept
+    packed_dir    directory of packed expert files, reused by the next run; None: experts are
     packed in memory
+    layer_major   the micro-batches of gradient accumulation go through each layer together
     """
 
     format: str = "int8"
@@ -43,10 +45,16 @@ class KTConfig:
     numa_nodes: int | None = None
     activation: str = "retain"
     packed_dir: str | None = None
+    layer_major: bool = False
 
     def __post_init__(self) -> None:
         _one_of("format", self.format, FORMATS)
         _one_of("activation", self.activation, ACTIVATIONS)
+        if not isinstance(self.layer_major, bool):
+            raise ValueError(
+                f"kt_config: layer_major={self.layer_major!r} is neither true nor false; correct "
+                "or remove it"
+            )
         if self.group is not None:
             _whole("group", self.group, least=0)
             _one_of("group", self.group, GROUPS)
@@ -94,31 +102,33 @@ class KTConfig:
                 raise ValueError(f"kt_config: unknown key {key}={value!r}; {fix}")
         return cls(**{key: value for key, value in values.items() if value is not None})
 
-    def with_activation(self, alias: str | None) -> KTConfig:
-        """The settings with LLaMA-Factory's `kt_cpu_activation`, another name of `activation`,
-        taken into account.
 
-        Call it on settings that were read from a mapping; `alias` None changes nothing.
-        """
-        if alias is None:
-            return self
-        _one_of("kt_cpu_activation", alias, ACTIVATIONS)
-        return dataclasses.replace(self, activation=alias)
-
-
-def resolve(values: Mapping[str, Any] | str | None, cpu_activation: str | None = None) -> KTConfig:
-    """Settings from the YAML keys `kt_config` and `kt_cpu_activation`; two different values of
-    activation raise.
+def resolve(
+    values: Mapping[str, Any] | str | None,
+    cpu_activation: str | None = None,
+    layer_major: bool | None = None,
+) -> KTConfig:
+    """Settings from the YAML key `kt_config` and from those that stand beside it under another name
+    (`kt_cpu_activation`, `kt_layer_major`); two different values of one setting raise.
     """
     config = KTConfig.from_mapping(values)
     given = json.loads(values) if isinstance(values, str) else (values or {})
-    if cpu_activation is not None and given.get("activation") not in (None, cpu_activation):
+    if cpu_activation is not None:
+        _one_of("kt_cpu_activation", cpu_activation, ACTIVATIONS)
+        _agree(given, "activation", "kt_cpu_activation", cpu_activation)
+        config = dataclasses.replace(config, activation=cpu_activation)
+    if layer_major is not None:
+        _agree(given, "layer_major", "kt_layer_major", layer_major)
+        config = dataclasses.replace(config, layer_major=layer_major)
+    return config
+
+
+def _agree(given: Mapping[str, Any], key: str, name: str, value: object) -> None:
+    if given.get(key) not in (None, value):
         raise ValueError(
-            f"kt_cpu_activation={cpu_activation} and kt_config.activation={given['activation']} "
-            "contradict each other; "
-            "keep one of them"
+            f"{name}={value} and kt_config.{key}={given[key]} contradict each other; keep one of "
+            "them"
         )
-    return config.with_activation(cpu_activation)
 
 
 def _one_of(key: str, value: object, allowed: tuple[Any, ...]) -> None:

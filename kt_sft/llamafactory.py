@@ -3,7 +3,8 @@
 Four modules are adapted the moment they have been imported (see bootstrap.py); no file is copied or
 edited:
 
-  hparams.model_args   ModelArguments gains the keys kt_config and kt_cpu_activation
+  hparams.model_args   ModelArguments gains the keys kt_config, kt_cpu_activation,
+                       kt_layer_major
   hparams.parser       use_kt runs are checked before anything is loaded; the check for
   KTransformers' forks is skipped model.loader         load_model keeps the experts of a use_kt
   model in CPU memory train.tuner          use_kt runs get the KTCallback
@@ -30,10 +31,11 @@ import torch
 
 from kt_core import memory
 from kt_sft import config as settings
-from kt_sft import trainer_log
+from kt_sft import layer_major, trainer_log
 from kt_sft.config import KTConfig
 
 _STAGES = ("pt", "sft", "dpo", "kto")
+_SEQUENCES = {"dpo": 2, "rm": 2}  # that a sample of a batch is made of; 1 elsewhere
 
 # (arguments, key, accepted value, fix) of stock options that use_kt would ignore or break on
 _REFUSED = (
@@ -62,7 +64,9 @@ def kt_config_of(model_args: Any) -> KTConfig:
     """The settings of a run; ModelArguments carries them, so a reference model that is copied from
     it has them too.
     """
-    return settings.resolve(model_args.kt_config, model_args.kt_cpu_activation)
+    return settings.resolve(
+        model_args.kt_config, model_args.kt_cpu_activation, model_args.kt_layer_major
+    )
 
 
 def adapt_model_args(module: Any) -> None:
@@ -82,11 +86,16 @@ def adapt_model_args(module: Any) -> None:
     help_of = {
         "kt_config": (
             "Settings of experts in CPU memory: format, group, threads, numa_nodes, activation, "
-            "packed_dir."
+            "packed_dir, layer_major."
         ),
         "kt_cpu_activation": "Another name of kt_config.activation: retain or recompute.",
+        "kt_layer_major": "Another name of kt_config.layer_major: true or false.",
     }
-    types = {"kt_config": dict | str | None, "kt_cpu_activation": str | None}
+    types = {
+        "kt_config": dict | str | None,
+        "kt_cpu_activation": str | None,
+        "kt_layer_major": bool | None,
+    }
     new = [
         (name, types[name], dataclasses.field(default=None, metadata={"help": text}))
         for name, text in help_of.items()
@@ -120,6 +129,10 @@ def adapt_parser(module: Any) -> None:
             _print_sentences()
             _show_log(training_args)
             check_run(model_args, training_args, finetuning_args)
+            _check_reentrant(model_args, module.read_args(args[0] if args else None))
+            if kt_config_of(model_args).layer_major and training_args.do_train:
+                layer_major.check(training_args, finetuning_args)
+                layer_major.apply(training_args)
             if not torch.accelerator.is_available():
                 memory.return_freed_tensors()
         else:
@@ -206,10 +219,13 @@ def _with_callback(run: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(run)
     def with_callback(model_args: Any, *args: Any) -> Any:
         if model_args.use_kt:
+            from kt_sft.budget import Budget
             from kt_sft.callback import KTCallback
             from kt_sft.step_log import StepLog
 
-            args[-1].extend([KTCallback(), StepLog()])
+            per_row = args[0].cutoff_len * _SEQUENCES.get(args[2].stage, 1)
+            budget = Budget(kt_config_of(model_args), per_row)
+            args[-1].extend([KTCallback(), StepLog(), budget])
         return run(model_args, *args)
 
     return with_callback
@@ -269,6 +285,23 @@ def check_run(model_args: Any, training_args: Any, finetuning_args: Any) -> None
     # per process.
     if training_args.n_gpu > 1:
         training_args._n_gpu = 1
+
+
+def _check_reentrant(model_args: Any, given: dict[str, Any] | list[str]) -> None:
+    """use_reentrant_gc is True by default, and `retain` then switches it off; whoever asks for it
+    must know. `given`: the user's own arguments, a mapping or a command line.
+    """
+    words = given if isinstance(given, dict) else [word.lstrip("-").split("=")[0] for word in given]
+    if (
+        "use_reentrant_gc" in words
+        and model_args.use_reentrant_gc
+        and not model_args.disable_gradient_checkpointing
+        and kt_config_of(model_args).activation == "retain"
+    ):
+        raise ValueError(
+            "use_reentrant_gc=True cannot keep expert activations (activation=retain); remove it "
+            "or set kt_config.activation: recompute"
+        )
 
 
 def _show_log(training_args: Any) -> None:
@@ -334,7 +367,7 @@ def _check_load(model_args: Any, config: KTConfig) -> None:
 
 
 def _check_unused(model_args: Any) -> None:
-    for key in ("kt_config", "kt_cpu_activation"):
+    for key in ("kt_config", "kt_cpu_activation", "kt_layer_major"):
         value = vars(model_args)[key]
         if value is not None:
             raise ValueError(

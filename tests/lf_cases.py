@@ -18,9 +18,12 @@ from kt_sft import bootstrap
 bootstrap.autoload()  # torch's autoload has done so already where the package is installed
 
 
-def workspace(root: Path, family: str = "qwen3_moe") -> Path:
-    """A directory with a tiny model and tokenizer, an instruction set and a preference set."""
-    models.build(family, root / "model", tokenizer=True, vocab_size=300)
+def workspace(root: Path, family: str = "qwen3_moe", **overrides: object) -> Path:
+    """A directory with a tiny model and tokenizer, an instruction set and a preference set;
+    `overrides` go to models.build (dtype=torch.float32: LLaMA-Factory trains in the dtype of the
+    checkpoint, bf16 here).
+    """
+    models.build(family, root / "model", tokenizer=True, **({"vocab_size": 300} | overrides))
     asks = [f"Say number {i}." for i in range(32)]
     sft = [
         {"instruction": ask, "input": "", "output": f"It is {i}, of course."}
@@ -42,7 +45,7 @@ def workspace(root: Path, family: str = "qwen3_moe") -> Path:
 
 
 def arguments(root: Path, output: str = "out", **changes: Any) -> dict[str, Any]:
-    """Arguments of a small SFT run in fp32 with use_kt; a change to None removes a key."""
+    """Arguments of a small SFT run with use_kt; a change to None removes a key."""
     args: dict[str, Any] = {
         "model_name_or_path": str(root / "model"),
         "use_kt": True,

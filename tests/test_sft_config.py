@@ -18,6 +18,7 @@ def test_defaults_and_every_key():
         "numa_nodes": 1,
         "activation": "recompute",
         "packed_dir": "packed",
+        "layer_major": True,
     }
     config = KTConfig.from_mapping(values)
     assert dataclasses.asdict(config) == values
@@ -45,6 +46,7 @@ def test_the_command_line_gives_json():
         ({"numa_nodes": -1}, "numa_nodes=-1"),
         ({"activation": "keep"}, "activation='keep' is not known; use one of retain, recompute"),
         ({"packed_dir": ""}, "packed_dir='' is not a directory name"),
+        ({"layer_major": 1}, "layer_major=1 is neither true nor false"),
         ([1], "is not a mapping"),
     ],
 )
@@ -60,3 +62,10 @@ def test_the_alias_of_activation():
         resolve({"activation": "retain"}, "recompute")
     with pytest.raises(ValueError, match="kt_cpu_activation='x' is not known"):
         resolve(None, "x")
+
+
+def test_the_alias_of_layer_major():
+    assert resolve(None, None, True).layer_major is True
+    assert resolve({"layer_major": True}, None, True).layer_major is True
+    with pytest.raises(ValueError, match="kt_layer_major=False and kt_config.layer_major=True"):
+        resolve({"layer_major": True}, None, False)

@@ -1,0 +1,146 @@
+"""Predicts the memory that training takes beside the model, before the first step, and prints it.
+
+Counted is what grows with the model's experts and with the batch: packed experts, what LoRA trains
+(with gradients and the optimizer's state), what `activation: retain` keeps for backward, and the
+logits. Attention's own activations are not.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from kt_core import memory
+from kt_core.module import KTExpertsLinear
+from kt_sft.config import KTConfig
+
+log = logging.getLogger("kt")
+
+# At its peak, in backward, the loss holds three fp32 tensors of the logits' size: log-softmax, the
+# gradient of the negative log-likelihood, the gradient of the logits.
+_LOGITS_BYTES = 12
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Bytes. packed: experts; trained: parameters that train; gradients and optimizer: theirs;
+    saved: gate and up pre-activations of `tokens` tokens in all layers; logits: of as many, if they
+    are on the CPU.
+    """
+
+    packed: int
+    trained: int
+    gradients: int
+    optimizer: int
+    saved_per_token: int
+    tokens: int
+    logits: int
+
+    @property
+    def saved(self) -> int:
+        """What the experts keep for backward, in all layers."""
+        return self.tokens * self.saved_per_token
+
+    @property
+    def to_come(self) -> int:
+        """What is still to be allocated when training starts."""
+        return self.gradients + self.optimizer + self.saved + self.logits
+
+    def __str__(self) -> str:
+        kept = (
+            f"{_size(self.saved)} kept for backward ({self.saved_per_token:,} bytes per token)"
+            if self.saved_per_token
+            else "nothing kept for backward"
+        )
+        return (
+            f"experts {_size(self.packed)}, LoRA {_size(self.trained)} + gradients "
+            f"{_size(self.gradients)} + optimizer {_size(self.optimizer)}, {kept} and logits "
+            f"{_size(self.logits)} for at most {self.tokens:,} tokens at once"
+        )
+
+
+def predict(model: Any, tokens: int, *, activation: str, optimizer: str) -> Plan:
+    """The plan for a PreTrainedModel (or a PeftModel) and micro-batches of at most `tokens` tokens,
+    padding counted.
+
+    optimizer: transformers' name; Adam's state is two tensors per parameter, that of others is not
+    known here and counted as none.
+    """
+    experts = {m.experts: None for m in model.modules() if isinstance(m, KTExpertsLinear)}
+    trained = sum(_local_bytes(p) for p in model.parameters() if p.requires_grad)
+    config = model.config.get_text_config()
+    kept = sum(4 * top_k(config) * e.intermediate for e in experts)
+    on_cpu = next(model.parameters()).device.type == "cpu"
+    return Plan(
+        packed=sum(e.nbytes for e in experts),
+        trained=trained,
+        gradients=trained,
+        optimizer=2 * trained if "adam" in optimizer else 0,
+        saved_per_token=kept if activation == "retain" else 0,
+        tokens=tokens,
+        logits=_LOGITS_BYTES * tokens * config.vocab_size if on_cpu else 0,
+    )
+
+
+def top_k(config: Any) -> int:
+    """Experts per token of a transformers text config; the largest where layers differ."""
+    try:
+        k = config.num_experts_per_tok
+    except AttributeError:
+        k = config.top_k_experts  # Gemma 4
+    return max(k) if isinstance(k, list) else int(k)
+
+
+class Budget(TrainerCallback):
+    """Added by the LLaMA-Factory seam: prints the plan before the first step.
+
+    tokens_per_row: the longest row of a batch times the sequences that a sample is made of (two for
+    preference pairs). Raises MemoryError if a layer_major batch does not fit.
+    """
+
+    def __init__(self, config: KTConfig, tokens_per_row: int) -> None:
+        self._config, self._tokens_per_row = config, tokens_per_row
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kw: Any
+    ) -> None:
+        """Predicts, prints, compares with what the machine has left."""
+        rows = args.per_device_train_batch_size
+        plan = predict(
+            kw["model"],
+            rows * self._tokens_per_row,
+            activation=self._config.activation,
+            optimizer=str(args.optim),
+        )
+        if state.is_world_process_zero:
+            print(f"kt: memory: {plan}", flush=True)
+        tightest = min(memory.limits(), key=lambda limit: limit.available, default=None)
+        if tightest is None or plan.to_come <= tightest.available:
+            return
+        needed = f"training needs {plan.to_come:,} bytes beside the model ({plan})"
+        if self._config.layer_major:
+            raise MemoryError(
+                f"{needed} but {tightest.name} leaves {tightest.available:,}; remove "
+                "kt_config.layer_major, or lower gradient_accumulation_steps or cutoff_len"
+            )
+        log.warning(
+            "kt: %s if every row is as long as cutoff_len allows, but %s leaves %s",
+            needed,
+            tightest.name,
+            f"{tightest.available:,}",
+        )
+
+
+def _local_bytes(parameter: torch.Tensor) -> int:
+    """Bytes of this rank's part."""
+    if isinstance(parameter, torch.distributed.tensor.DTensor):
+        parameter = parameter.to_local()
+    return parameter.numel() * parameter.element_size()
+
+
+def _size(bytes_: int) -> str:
+    return f"{bytes_ / 2**30:,.2f} GiB" if bytes_ >= 2**30 else f"{bytes_ / 2**20:,.1f} MiB"
