@@ -12,10 +12,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import distributed
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.training_args import OptimizerNames
 
 from kt_core import memory
 from kt_core.module import KTExpertsLinear
+from kt_sft import dist
+from kt_sft.collective import joined
 from kt_sft.config import KTConfig
 
 log = logging.getLogger("kt")
@@ -114,14 +118,17 @@ class Budget(TrainerCallback):
             kw["model"],
             rows * self._tokens_per_row,
             activation=self._config.activation,
-            optimizer=str(args.optim),
+            optimizer=OptimizerNames(args.optim).value,
         )
         if state.is_world_process_zero:
             print(f"kt: memory: {plan}", flush=True)
+        ranks = ranks_of_this_host()
+        to_come = ranks * plan.to_come
         tightest = min(memory.limits(), key=lambda limit: limit.available, default=None)
-        if tightest is None or plan.to_come <= tightest.available:
+        if tightest is None or to_come <= tightest.available:
             return
-        needed = f"training needs {plan.to_come:,} bytes beside the model ({plan})"
+        each = f"{ranks} processes with " if ranks > 1 else ""
+        needed = f"training needs {to_come:,} bytes beside the model ({each}{plan})"
         if self._config.layer_major:
             raise MemoryError(
                 f"{needed} but {tightest.name} leaves {tightest.available:,}; remove "
@@ -133,6 +140,15 @@ class Budget(TrainerCallback):
             tightest.name,
             f"{tightest.available:,}",
         )
+
+
+def ranks_of_this_host() -> int:
+    """Ranks of the run that share this machine's memory; a collective."""
+    if not joined():
+        return 1
+    hosts: list[str | None] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(hosts, dist.host_identity())
+    return hosts.count(dist.host_identity())
 
 
 def _local_bytes(parameter: torch.Tensor) -> int:

@@ -16,8 +16,9 @@ from torch import distributed
 
 from kt_core import checkpoint, runtime
 from kt_core import memory as kt_memory
+from kt_core.experts import Experts
 from kt_core.module import KTExpertsLinear
-from kt_sft import dist
+from kt_sft import budget, dist, step_log, tally
 
 
 def place(patch, hosts: list[str] | None) -> int:
@@ -61,6 +62,22 @@ def load(patch, path, hosts=None, **config):
         "threads": runtime.threads(),
         "logits": cases.logits(model, cases.token_ids()),
     }
+
+
+def log_line(patch, hosts=None):
+    """The numbers of a log line of a rank that trained on 10 tokens more than the one before it,
+    and how many ranks its machine has.
+    """
+    rank = place(patch, hosts)
+    layers = [Experts(2, 16, 8, format="bf16") for _ in range(2)]
+    modules = (KTExpertsLinear(x, layer_index=i) for i, x in enumerate(layers))
+    callback = step_log.StepLog()
+    callback.on_train_begin(None, None, None, model=torch.nn.ModuleList(modules))
+    callback._tokens.tokens += 10 * (rank + 1)
+    if rank == 0:  # the others have no rows at all, and run the same collectives
+        tally.count_rows(layers[0], torch.tensor([[0, 1], [1, 1]]))
+    tally.count_rows(layers[1], torch.tensor([[0, 1]]))
+    return callback.measure(), budget.ranks_of_this_host()
 
 
 def refused(patch, path, hosts=None, available=None, fails_on=None, **config):

@@ -190,6 +190,18 @@ def test_ranks_are_added_up(monkeypatch):
     }
 
 
+def test_three_ranks_log_the_same_numbers(three_ranks):
+    """Two machines; two ranks have no tokens for a layer. Layer 0: 1 and 3 rows, layer 1: 3, 3."""
+    answers = three_ranks.run("log_line", hosts=["a", "b", "a"])
+    numbers = [line for line, _ in answers]
+    assert numbers[0] == numbers[1] == numbers[2]
+    assert [ranks for _, ranks in answers] == [2, 1, 2]
+    load = [numbers[0][f"expert_tokens_{k}"] for k in ("min", "median", "max")]
+    assert (load, numbers[0]["expert_imbalance"]) == ([1, 3, 3], 1.5)
+    wall = sum(numbers[0][k] for k in ("experts_forward_s", "experts_backward_s", "rest_s"))
+    assert numbers[0]["tokens_per_second"] == pytest.approx(60 / wall)
+
+
 def test_the_numbers_of_a_load():
     load = torch.tensor([[4, 0, 2, 2], [1, 1, 1, 5], [0, 0, 0, 0]])
     assert step_log.load_numbers(load) == {

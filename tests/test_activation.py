@@ -1,0 +1,232 @@
+"""kt_config.activation through LLaMA-Factory: how often the experts run, what is kept, what is
+predicted.
+"""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+
+import lf_cases
+import pytest
+import sft_cases as cases
+import torch
+from transformers import PretrainedConfig
+
+from kt_core import experts as core
+from kt_core import memory
+from kt_sft import budget
+from kt_sft.config import KTConfig
+
+STEPS, ACCUMULATION, LAYERS = 2, 2, 2
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return lf_cases.workspace(tmp_path_factory.mktemp("lf"))
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """("forward" or "backward", tokens, bytes kept) of every call of the experts."""
+    made = []
+    forward, backward = core.Experts.forward, core.Experts.backward
+
+    def counted_forward(self, x, *args, **kw):
+        out, saved = forward(self, x, *args, **kw)
+        made.append(("forward", len(x), 0 if saved is None else saved.nbytes))
+        return out, saved
+
+    def counted_backward(self, grad, x, *args, **kw):
+        made.append(("backward", len(x), 0))
+        return backward(self, grad, x, *args, **kw)
+
+    monkeypatch.setattr(core.Experts, "forward", counted_forward)
+    monkeypatch.setattr(core.Experts, "backward", counted_backward)
+    return made
+
+
+def _run(root, **changes):
+    lf_cases.run(
+        lf_cases.arguments(
+            root, "activation", max_steps=STEPS, gradient_accumulation_steps=ACCUMULATION, **changes
+        )
+    )
+
+
+@pytest.mark.parametrize("stage", ["sft", "dpo"])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_retain_never_runs_the_experts_twice(stage, dropout, root, calls, caplog):
+    """Checkpointing is on, and reentrant by LLaMA-Factory's default."""
+    log = logging.getLogger("kt")
+    with caplog.at_level(logging.INFO, "kt"):
+        log.addHandler(caplog.handler)
+        try:
+            _run(root, stage=stage, dataset=stage, lora_dropout=dropout)
+        finally:
+            log.removeHandler(caplog.handler)
+    passes = STEPS * ACCUMULATION * LAYERS
+    kinds = [kind for kind, *_ in calls]
+    assert kinds.count("backward") == passes
+    # preference pairs: the reference's forward, without gradients, runs the experts once more
+    assert kinds.count("forward") == (passes if stage == "sft" else 2 * passes)
+    assert sum(kept > 0 for *_, kept in calls) == passes
+    switched = {id(r) for r in caplog.records if "set to non-reentrant" in r.getMessage()}
+    assert len(switched) == 1
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_recompute_keeps_nothing_and_runs_them_twice(reentrant, root, calls):
+    config = {"format": "bf16", "activation": "recompute"}
+    _run(root, kt_config=config, use_reentrant_gc=reentrant)
+    kinds = [kind for kind, *_ in calls]
+    assert kinds.count("forward") == 2 * kinds.count("backward")
+    assert kinds.count("backward") == STEPS * ACCUMULATION * LAYERS
+    assert not any(kept for *_, kept in calls)
+
+
+def test_reentrant_checkpointing_that_is_asked_for_is_refused_under_retain(root):
+    with pytest.raises(ValueError, match="use_reentrant_gc=True cannot keep .*: recompute"):
+        _run(root, use_reentrant_gc=True)
+    with pytest.raises(ValueError, match="use_reentrant_gc=True cannot keep"):
+        _run(root, use_reentrant_gc=True, kt_cpu_activation="retain")
+    _run(root, use_reentrant_gc=True, disable_gradient_checkpointing=True)
+    _run(root, use_reentrant_gc=False)
+
+
+def test_what_is_kept_is_what_was_predicted(root, calls, capsys):
+    """4 * K * I bytes per token and layer: K = 2 experts per token, I = 40, 2 layers."""
+    per_token = 4 * 2 * 40 * LAYERS
+    _run(root)
+    printed = capsys.readouterr().out
+    assert "kt: memory: experts 0." in printed
+    assert "LoRA 0.1 MiB + gradients 0.1 MiB + optimizer 0.2 MiB" in printed
+    # 2 rows of cutoff_len 64
+    assert f"kept for backward ({per_token} bytes per token)" in printed
+    assert "for at most 128 tokens at once" in printed
+    for kind, tokens, kept in calls:
+        if kind == "forward":
+            assert kept * LAYERS == tokens * per_token and tokens <= 128
+
+
+def test_the_plan_is_the_sum_of_the_tensors(tmp_path):
+    path = cases.checkpoint(tmp_path)
+    model = cases.adapted(cases.load(path))
+    ids = cases.token_ids()
+    plan = budget.predict(model, ids.numel(), activation="retain", optimizer="adamw_torch_fused")
+    trained = list(cases.trained(model).values())
+    optimizer = torch.optim.AdamW(trained, lr=1e-3)
+    model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    assert plan.trained == sum(p.nbytes for p in trained)
+    assert plan.gradients == sum(p.grad.nbytes for p in trained)
+    state = [t for s in optimizer.state.values() for k, t in s.items() if k != "step"]
+    assert plan.optimizer == sum(t.nbytes for t in state)
+    layers = [m.experts for m in model.modules() if isinstance(m, budget.KTExpertsLinear)]
+    assert plan.packed == sum(x.nbytes for x in layers)
+    again = budget.predict(model, 48, activation="recompute", optimizer="sgd")
+    assert (again.saved, again.optimizer) == (0, 0)
+    assert "nothing kept for backward" in str(again)
+
+
+MEASURE = """
+import sys, torch, models, sft_cases as cases
+from kt_core import memory
+from kt_sft import budget
+activation, path, tokens = sys.argv[1], sys.argv[2], int(sys.argv[3])
+memory.return_freed_tensors()
+model = cases.adapted(cases.load(path, activation=activation))
+plan = budget.predict(model, tokens, activation=activation, optimizer="adamw")
+ids = torch.randint(3, 100, (1, tokens))
+model(input_ids=ids[:, :64]).logits.sum()  # first use of everything
+before = memory.resident_bytes()
+inner = model.base_model.model.model
+out = inner(input_ids=ids).last_hidden_state
+print(memory.resident_bytes() - before, plan.saved)
+"""
+
+
+def test_the_prediction_against_measured_memory(tmp_path):
+    """Resident memory after a forward: `retain` holds more than `recompute`, by what is predicted.
+
+    2,048 tokens, 4 experts each, I = 512, 2 layers: 33.5 MB.
+    """
+    sizes = {"num_experts_per_tok": 4, "moe_intermediate_size": 512}
+    sizes["max_position_embeddings"] = 2048
+    path = cases.models.build("qwen3_moe", tmp_path / "model", dtype=torch.float32, **sizes)
+    found = {}
+    for activation in ("retain", "recompute"):
+        command = [sys.executable, "-c", MEASURE, activation, str(path), "2048"]
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=True, cwd=cases.TESTS, timeout=300
+        )
+        found[activation] = [int(x) for x in done.stdout.split()]
+    (more, predicted), (less, nothing) = found["retain"], found["recompute"]
+    assert predicted == 2048 * 4 * 4 * 512 * 2 and nothing == 0
+    assert more - less == (pytest.approx(predicted, rel=0.1))
+
+
+LOGITS = """
+import re, sys, torch
+from torch.nn import functional as F
+from transformers.loss.loss_utils import ForCausalLMLoss
+from kt_core import memory
+memory.return_freed_tensors()
+tokens, vocabulary, dtype = 512, 40_000, getattr(torch, sys.argv[1])
+hidden = torch.randn(1, tokens, 8, dtype=dtype, requires_grad=True)
+head = torch.randn(vocabulary, 8, dtype=dtype)
+labels = torch.randint(0, vocabulary, (1, tokens))
+def step(n):
+    logits = F.linear(hidden[:, :n], head)
+    loss = ForCausalLMLoss(logits, labels[:, :n], vocabulary)
+    del logits
+    loss.backward()
+step(8)
+open("/proc/self/clear_refs", "w").write("5")  # the peak starts anew
+before = memory.resident_bytes()
+step(tokens)
+peak = int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024
+print((peak - before) / (tokens * vocabulary))
+"""
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_bytes_of_logits_against_measured_memory(dtype):
+    done = subprocess.run(
+        [sys.executable, "-c", LOGITS, dtype], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) == pytest.approx(budget._LOGITS_BYTES, rel=0.2)
+
+
+@pytest.mark.parametrize(
+    ("values", "k"),
+    [
+        ({"num_experts_per_tok": 6}, 6),
+        ({"num_experts_per_tok": [1, 4]}, 4),
+        ({"top_k_experts": 3}, 3),
+    ],
+)
+def test_experts_per_token_by_family(values, k):
+    config = PretrainedConfig()
+    for key, value in values.items():
+        setattr(config, key, value)
+    assert budget.top_k(config) == k
+
+
+def test_too_little_memory_is_warned_of(root, caplog, monkeypatch):
+    """Rows are rarely as long as cutoff_len, so the run goes on."""
+    callback = budget.Budget(KTConfig(format="bf16"), 64)
+    model = cases.adapted(cases.load(root / "model"))
+    monkeypatch.setattr(memory, "limits", lambda: [memory.Limit("the test's limit", 100_000)])
+
+    class Arguments:
+        per_device_train_batch_size, optim = 2, "adamw_torch"
+
+    class State:
+        is_world_process_zero = True
+
+    with caplog.at_level(logging.WARNING, "kt"):
+        callback.on_train_begin(Arguments, State, None, model=model)
+    assert "but the test's limit leaves 100,000" in caplog.text
