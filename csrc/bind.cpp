@@ -6,6 +6,7 @@
 
 #include "arena.h"
 #include "moe.h"
+#include "numa.h"
 #include "pool.h"
 #include "registry.h"
 #include "topology.h"
@@ -49,13 +50,18 @@ struct BoundLayer {
   const Arena* arena = nullptr;
 
   BoundLayer(int64_t experts, int64_t hidden, int64_t intermediate, const std::string& format,
-             int64_t group, int act)
-      : l{experts, hidden, intermediate, group, format, Act(act), nullptr} {
+             int64_t group, int act, int64_t slices)
+      : l{experts, hidden, intermediate, group, format, Act(act), nullptr, slices} {
     const Kernel& k = *find_kernel(format).kernel;
     if (!k.scaled) l.group = 0;
     if (l.group % kBlock || l.group < 0)
       throw std::invalid_argument("group is " + std::to_string(group) +
                                   "; give 32, 64, 128 or 0 (per channel)");
+    if (slices < 1 || slices > max_slices(l))
+      throw std::invalid_argument("slices is " + std::to_string(slices) +
+                                  "; an intermediate size of " + std::to_string(intermediate) +
+                                  " in format " + format + " can be cut into 1 to " +
+                                  std::to_string(max_slices(l)));
   }
   int64_t nbytes() const { return layer_bytes(l); }
   void attach(const py::object& b) {
@@ -140,6 +146,27 @@ py::tuple bind_topology(const std::string& root, const std::optional<std::vector
   return py::make_tuple(t.threads, nodes);
 }
 
+// How a machine's nodes, below a root, would share threads and slices: [(id, cpus, threads, first
+// slice, end), ...] of the `count` nodes with the most CPUs.
+py::list bind_share(const std::string& root, const std::vector<int>& cpus, size_t count,
+                    int threads, int64_t slices) {
+  const std::vector<Share> shares =
+      share_threads(largest(topology(root, cpus).nodes, count), threads);
+  const std::vector<int64_t> owners = share_slices(shares, slices);
+  py::list out;
+  for (size_t i = 0; i < shares.size(); ++i)
+    out.append(py::make_tuple(shares[i].node.id, shares[i].node.cpus, shares[i].threads, owners[i],
+                              owners[i + 1]));
+  return out;
+}
+
+// [(node id, workers, [cpus of a worker, ...]), ...]
+py::list bind_crews() {
+  py::list out;
+  for (const Crew& c : crews()) out.append(py::make_tuple(c.node, c.workers, c.cpus));
+  return out;
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_kt, m) {
@@ -158,6 +185,16 @@ PYBIND11_MODULE(_kt, m) {
   m.def("use_openmp", &use_openmp, py::arg("parallel"), py::arg("max_threads"),
         py::call_guard<NoGil>());
   m.def("in_openmp", &in_openmp);
+  m.def("set_nodes", &set_nodes, py::call_guard<NoGil>());
+  m.def("check_nodes", &check_nodes);
+  m.def("available_nodes", &available_nodes);
+  m.def("pretend_nodes", &pretend_nodes);
+  m.def("nodes", &nodes, py::call_guard<NoGil>());
+  m.def("share", &bind_share, py::arg("root"), py::arg("cpus"), py::arg("nodes"),
+        py::arg("threads"), py::arg("slices"));
+  m.def("crews", &bind_crews);
+  m.def("refusals", &refusals);
+  m.def("refuse_call", &refuse_call);
   m.def("delay_tasks", &delay_tasks);
   m.def("fail_tasks", &fail_tasks);
   m.def("workers_seen", &workers_seen);
@@ -168,10 +205,19 @@ PYBIND11_MODULE(_kt, m) {
         return py::buffer_info(a.data(), 1, py::format_descriptor<uint8_t>::format(), a.bytes());
       });
   py::class_<BoundLayer>(m, "Layer")
-      .def(py::init<int64_t, int64_t, int64_t, const std::string&, int64_t, int>())
+      .def(py::init<int64_t, int64_t, int64_t, const std::string&, int64_t, int, int64_t>(),
+           py::arg("experts"), py::arg("hidden"), py::arg("intermediate"), py::arg("format"),
+           py::arg("group"), py::arg("act"), py::arg("slices") = 1)
       .def_property_readonly("nbytes", &BoundLayer::nbytes)
       .def_property_readonly("group", [](const BoundLayer& b) { return b.l.group; })
+      .def_property_readonly("max_slices", [](const BoundLayer& b) { return max_slices(b.l); })
       .def("attach", &BoundLayer::attach)
+      .def("bind_slices",
+           [](BoundLayer& b) {
+             const Layer& l = b.ready();
+             NoGil nogil;
+             bind_slices(l);
+           })
       .def("pack",
            [](BoundLayer& b, int64_t e, int p, uintptr_t src, int dtype, int64_t ld) {
              const Layer& l = b.ready();

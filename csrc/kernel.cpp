@@ -26,7 +26,7 @@ constexpr Kernel make() {
   }
   k.gate_forward = O::gate_forward, k.gate_backward = O::gate_backward;
   k.narrow_rows = O::narrow_rows, k.scatter = O::scatter;
-  k.drop_rows = O::drop_rows, k.drop_add = O::drop_add;
+  k.add_rows = O::add_rows, k.drop_rows = O::drop_rows, k.drop_add = O::drop_add;
   return k;
 }
 

@@ -85,6 +85,8 @@ struct Kernel {
   // acc[rows[i]][0..32) += (weight ? weight[i] : 1) * C[i][...].
   void (*scatter)(const float* c, int64_t m, const int32_t* rows, const float* weight, float* acc,
                   int64_t ld);
+  // C += src, both [m][kCols].
+  void (*add_rows)(const float* src, int64_t m, float* c);
   // dst = mask o src over [m][k], kept values x 1/(1-p); mask keyed by (key, row0 + i, element).
   void (*drop_rows)(const DropKey& key, const int32_t* ids, const bf16* src, int64_t ld,
                     const int32_t* rows, int64_t m, int64_t k, bf16* dst, int64_t ldd);

@@ -1,9 +1,15 @@
 // Forward and backward of one layer's routed experts. Knows no format and no ISA.
 //
 //   y[t] = sum over slots of w * down(act(gate(x)) * up(x)), each projection W + scaling * B A
-// Weights of expert e lie one after the other: gate [I, H], up [I, H], down [H, I] (panel.h).
+//
+// A layer is cut into slices of the intermediate dimension I, so that each NUMA node can keep its
+// own. Of a slice with I_s values, the matrices of expert e lie one after the other, gate [I_s, H],
+// up [I_s, H], down [H, I_s] (panel.h), expert after expert, slice after slice. Products that
+// reduce over I are computed per slice and added in the order of slices, so their bits depend on
+// the number of slices, but on no number of nodes or threads.
 #pragma once
 #include <string>
+#include <vector>
 
 #include "kernel.h"
 
@@ -11,24 +17,41 @@ namespace kt {
 
 enum Projection { kGate = 0, kUp = 1, kDown = 2 };
 
+constexpr int64_t kMaxSlices = 8;  // the NUMA nodes of all but the rarest machines
+
 struct Layer {
   int64_t experts, hidden, intermediate, group;
   std::string format;
   Act act;
   uint8_t* data;  // 64-byte aligned, layer_bytes() long
+  int64_t slices = 1;
 
   int64_t rows(int p) const { return p == kDown ? hidden : intermediate; }
   int64_t cols(int p) const { return p == kDown ? intermediate : hidden; }
-  Shape shape(int p) const { return stored_shape(rows(p), cols(p), group); }
 };
 
+struct Slice {
+  int64_t begin, width;  // its values of I: [begin, begin + width)
+  int64_t offset;        // of its first byte in the layer
+  int64_t up_bytes, down_bytes;
+  Shape up, down;  // of gate and up; of down
+
+  const Shape& shape(int p) const { return p == kDown ? down : up; }
+  int64_t expert_bytes() const { return 2 * up_bytes + down_bytes; }
+  // Where a matrix begins in the layer.
+  int64_t matrix(int64_t expert, int p) const {
+    return offset + expert * expert_bytes() + p * up_bytes;
+  }
+};
+
+// The most slices a layer can have. They begin at multiples of the scale group, and at least of 64
+// values where there are scales, a channel's whole if 128: shorter ones would pad scales to a cache
+// line too often (the packed bytes stay within 1.02 of the format's).
+int64_t max_slices(const Layer& l);
+std::vector<Slice> slices_of(const Layer& l);
 int64_t layer_bytes(const Layer& l);
-uint8_t* matrix_data(const Layer& l, int64_t expert, int projection);
-// The same, where the packed bytes of gate or up and of down are known.
-inline uint8_t* matrix_at(const Layer& l, int64_t expert, int projection, int64_t up,
-                          int64_t down) {
-  return l.data + expert * (2 * up + down) + projection * up;
-}
+// Has the pages of every slice come from the node that will work with it. Before they are touched.
+void bind_slices(const Layer& l);
 
 struct Lora {             // rank 0: the projection has no adapter
   const void* a[3] = {};  // [E, r, cols]

@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "moe_plan.h"
+#include "moe_sum.h"
 
 namespace kt {
 namespace {
@@ -38,9 +38,10 @@ void gate_panels(const Plan& p, const Work& k, int w, int64_t e, const Rows& a, 
                  int64_t unit) {
   const Plan& P = p;
   const int64_t I = P.l.intermediate, count = panels(I), m = a.m;
-  const Packed down = P.weight(P.route.expert[size_t(e)], kDown);
+  const Slice& s = P.slice_of(unit * kCols);
+  const Packed down = P.weight(P.route.expert[size_t(e)], kDown, s);
   float* c = P.c(w);
-  P.k.nn(a, down, unit * kCols, false, c, P.panels(w));
+  P.k.nn(a, down, unit * kCols - s.begin, false, c, P.panels(w));
   const int n = 2 * unit + 1 < count ? 2 : 1;
   if (P.lora.r[kDown]) {
     const Packed& at = P.factor(e, kDown).at;
@@ -64,12 +65,10 @@ void gate_panels(const Plan& p, const Work& k, int w, int64_t e, const Rows& a, 
 }
 
 void gate_stage(const Plan& p, const Work& k) {
-  const int64_t units = (p.l.intermediate + kCols - 1) / kCols,
-                step = units_per_task(units, p.route.active(), p.route.rows());
-  const int64_t per_expert = (units + step - 1) / step, tail = panels(p.l.intermediate) * kPanel;
-  parallel(p.route.active() * per_expert, [&](int64_t task, int w) {
-    const int64_t e = task / per_expert, u0 = task % per_expert * step,
-                  u1 = min64(units, u0 + step);
+  const int64_t I = p.l.intermediate, units = (I + kCols - 1) / kCols, tail = panels(I) * kPanel;
+  const ColumnTasks tasks(p, kCols, p.route.active());
+  parallel_on_nodes(tasks.counts, [&](int node, int64_t task, int w) {
+    const auto [e, u0, u1] = tasks.at(node, task);
     p.weights.calls->fetch_add(1, std::memory_order_relaxed);
     row_blocks(p.route.start[size_t(e)], p.route.start[size_t(e) + 1], [&](int64_t i, int64_t m) {
       Rows a = p.rows_of(w, kRows, k.dy, p.l.hidden, p.route.token.data() + i, m, p.l.hidden, p.hp);
@@ -91,51 +90,46 @@ void router_grad(const Plan& p, const Work& k, float* dw) {
   }
 }
 
-// Columns [u0, u1) x 32 of dX, added to acc: experts in ascending order, gate before up.
-void dx_columns(const Plan& p, const Work& k, int w, int64_t u0, int64_t u1, float* acc) {
-  const int64_t ld = (u1 - u0) * kCols, count = panels(p.l.hidden);
-  for (int64_t e = 0; e < p.route.active(); ++e)
-    row_blocks(p.route.start[size_t(e)], p.route.start[size_t(e) + 1], [&](int64_t i, int64_t m) {
-      const bf16* d[2] = {k.dgate, k.dup};
-      const Packed wt[2] = {p.weight(p.route.expert[size_t(e)], kGate),
-                            p.weight(p.route.expert[size_t(e)], kUp)};
-      Rows a[2];
-      for (int q : {kGate, kUp})
-        a[q] = p.rows_of(w, q ? kAt : kRows, d[q] + i * p.ip, p.ip, nullptr, m, p.ip, p.ip);
-      for (int64_t u = u0; u < u1; ++u) {
-        float* c = p.c(w);
-        for (int q : {kGate, kUp}) p.k.nn(a[q], wt[q], u * kCols, q == kUp, c, p.panels(w));
-        const int n = 2 * u + 1 < count ? 2 : 1;
-        for (int q : {kGate, kUp}) {
-          if (!p.lora.r[q]) continue;
-          const bf16* g = k.g[q] + i * p.rp[q];
-          if (p.lora.dropout > 0) {
-            float* c2 = p.c(w, kC2);
-            std::fill(c2, c2 + m * kCols, 0.f);
-            p.add_low_rank(w, g, p.rp[q], m, p.factor(e, q).at, 2 * u, n, false, c2);
-            p.k.drop_add(p.key(q), p.route.assignment.data() + i, c2, m, u * kCols, c);
-          } else {
-            p.add_low_rank(w, g, p.rp[q], m, p.factor(e, q).at, 2 * u, n, true, c);
-          }
-        }
-        p.k.scatter(c, m, p.route.token.data() + i, nullptr, acc + (u - u0) * kCols, ld);
-      }
-    });
-}
+// dX: gate before up in every slice, and in the adapter's part.
+struct DxSum {
+  const Plan& p;
+  const Work& k;
 
-void dx_stage(const Plan& p, const Work& k, float* dx) {
-  const float* before = p.route.first_row ? dx : nullptr;
-  const int64_t H = p.l.hidden, units = (H + kCols - 1) / kCols,
-                step = min64(8, units_per_task(units, 1, p.route.rows()));
-  parallel((units + step - 1) / step, [&](int64_t task, int w) {
-    const int64_t u0 = task * step, u1 = min64(units, u0 + step), ld = (u1 - u0) * kCols;
-    auto* acc = (float*)scratch(w, kAcc, p.batch.tokens * ld * 4);
-    p.weights.calls->fetch_add(1, std::memory_order_relaxed);
-    begin_columns(acc, p.batch.tokens, ld, before, H, u0 * kCols);
-    dx_columns(p, k, w, u0, u1, acc);
-    end_columns(acc, p.batch.tokens, ld, dx, H, u0 * kCols);
-  });
-}
+  struct Operand {
+    Rows rows[2];  // of dgate and dup
+    int64_t first;
+  };
+  Operand operand(int w, int64_t i, int64_t m, int64_t col, int64_t n) const {
+    const int64_t at = i * p.ip + col;
+    return {{p.rows_of(w, kRows, k.dgate + at, p.ip, nullptr, m, n, n),
+             p.rows_of(w, kAt, k.dup + at, p.ip, nullptr, m, n, n)},
+            col};
+  }
+  void product(int w, const Operand& a, int64_t e, int64_t slice, int64_t u, float* c) const {
+    const Slice& s = p.slices[size_t(slice)];
+    for (int q : {kGate, kUp})
+      p.k.nn(p.columns_of(a.rows[q], s.begin - a.first), p.weight(p.route.expert[size_t(e)], q, s),
+             u * kCols, q == kUp, c, p.panels(w));
+  }
+  bool adapts() const { return p.lora.r[kGate] || p.lora.r[kUp]; }
+  void adapt(int w, int64_t e, int64_t i, int64_t m, int64_t u, float* c) const {
+    const int n = 2 * u + 1 < panels(p.l.hidden) ? 2 : 1;
+    for (int q : {kGate, kUp}) {
+      if (!p.lora.r[q]) continue;
+      const bf16* g = k.g[q] + i * p.rp[q];
+      if (p.lora.dropout > 0) {
+        float* c2 = p.c(w, kC2);
+        std::fill(c2, c2 + m * kCols, 0.f);
+        p.add_low_rank(w, g, p.rp[q], m, p.factor(e, q).at, 2 * u, n, false, c2);
+        p.k.drop_add(p.key(q), p.route.assignment.data() + i, c2, m, u * kCols, c);
+      } else {
+        p.add_low_rank(w, g, p.rp[q], m, p.factor(e, q).at, 2 * u, n, true, c);
+      }
+    }
+  }
+  void begin(int64_t, int64_t) const {}
+  const float* weight() const { return nullptr; }
+};
 
 // sum over rows of small[row][j] * wide[row][col..]: out[j][...] for dA, transposed for dB.
 // `small` [rows][rp] bf16.
@@ -265,7 +259,7 @@ void backward_wave(Plan& p, const bf16* dy, const bf16* saved, const Grads& g, b
       per_expert(p, [&](int64_t e, int w) {
         low_rank_out(p, w, e, q, q == kGate ? k.dgate : k.dup, p.ip, false, k.g[q], nullptr);
       });
-  if (g.dx) dx_stage(p, k, g.dx);
+  if (g.dx) sum_stage(p, DxSum{p, k}, g.dx);
   if (!want_lora) return;
   for (int q = 0; q < 3; ++q)
     if (lora.r[q])

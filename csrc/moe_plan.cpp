@@ -6,35 +6,87 @@
 
 namespace kt {
 
-int64_t layer_bytes(const Layer& l) { return int64_t(matrix_data(l, l.experts, 0) - l.data); }
+namespace {
 
-uint8_t* matrix_data(const Layer& l, int64_t expert, int projection) {
+// Slices begin at multiples of this many values; see max_slices.
+int64_t slice_unit(const Layer& l, const Kernel& k) {
+  if (!k.scaled) return kBlock;
+  return l.group ? max64(64, l.group) : 128;
+}
+
+}  // namespace
+
+int64_t max_slices(const Layer& l) {
+  const int64_t unit = slice_unit(l, *find_kernel(l.format).kernel);
+  return min64(kMaxSlices, (l.intermediate + unit - 1) / unit);
+}
+
+std::vector<Slice> slices_of(const Layer& l) {
   const Kernel& k = *find_kernel(l.format).kernel;
-  int64_t up = matrix_bytes(l.shape(kGate), k.bits, k.scaled),
-          down = matrix_bytes(l.shape(kDown), k.bits, k.scaled);
-  return matrix_at(l, expert, projection, up, down);
+  const int64_t unit = slice_unit(l, k), units = (l.intermediate + unit - 1) / unit;
+  std::vector<Slice> out(size_t(l.slices));
+  int64_t offset = 0;
+  for (int64_t i = 0; i < l.slices; ++i) {
+    Slice& s = out[size_t(i)];
+    s.begin = units * i / l.slices * unit;
+    s.width = min64(l.intermediate, units * (i + 1) / l.slices * unit) - s.begin;
+    s.up = stored_shape(s.width, l.hidden, l.group);
+    s.down = stored_shape(l.hidden, s.width, l.group);
+    s.up_bytes = matrix_bytes(s.up, k.bits, k.scaled);
+    s.down_bytes = matrix_bytes(s.down, k.bits, k.scaled);
+    s.offset = offset;
+    offset = s.matrix(l.experts, 0);
+  }
+  return out;
+}
+
+int64_t layer_bytes(const Layer& l) { return slices_of(l).back().matrix(l.experts, 0); }
+
+void bind_slices(const Layer& l) {
+  const std::vector<int64_t> owners = slice_owners(l.slices);
+  const std::vector<Slice> slices = slices_of(l);
+  if (owners.size() == 2) return;
+  for (size_t node = 0; node + 1 < owners.size(); ++node) {
+    const int64_t begin = slices[size_t(owners[node])].offset,
+                  end = slices[size_t(owners[node + 1] - 1)].matrix(l.experts, 0);
+    bind_to_node(l.data + begin, end - begin, node);
+  }
 }
 
 bool pack_matrix(const Layer& l, int64_t expert, int projection, const void* src, DType t,
                  int64_t ld) {
   const Kernel& k = *find_kernel(l.format).kernel;
-  Shape s = l.shape(projection);
   std::atomic<bool> finite{true};
-  int64_t step = 4, count = panels(s.n);  // 4 panels of 2048 bf16 are 256 KB of input: about 0.1 ms
+  const int64_t step = 4;  // 4 panels of 2048 bf16 are 256 KB of input: about 0.1 ms
   Entry lock;
-  parallel((count + step - 1) / step, [&](int64_t i, int w) {
-    if (!k.pack(src, t, ld, 1, s, i * step, min64(count, (i + 1) * step),
-                matrix_data(l, expert, projection), scratch(w, kRows, s.kp * 6)))
-      finite = false;
-  });
+  for (const Slice& slice : slices_of(l)) {
+    const Shape& s = slice.shape(projection);
+    const int64_t count = panels(s.n), first = slice.begin * (projection == kDown ? 1 : ld);
+    const auto* from = (const uint8_t*)src + first * (t == DType::kF32 ? 4 : 2);
+    parallel((count + step - 1) / step, [&](int64_t i, int w) {
+      if (!k.pack(from, t, ld, 1, s, i * step, min64(count, (i + 1) * step),
+                  l.data + slice.matrix(expert, projection), scratch(w, kRows, s.kp * 6)))
+        finite = false;
+    });
+  }
   return finite;
 }
 
 void unpack_matrix(const Layer& l, int64_t expert, int projection, float* out) {
   const Kernel& k = *find_kernel(l.format).kernel;
-  Packed w{matrix_data(l, expert, projection), l.shape(projection)};
-  parallel(panels(w.shape.n),
-           [&](int64_t p, int) { k.unpack(w, p, out + p * kPanel * w.shape.k); });
+  const int64_t ld = l.cols(projection);
+  Entry lock;
+  for (const Slice& slice : slices_of(l)) {
+    const Packed w{l.data + slice.matrix(expert, projection), slice.shape(projection)};
+    float* to = out + slice.begin * (projection == kDown ? 1 : ld);
+    parallel(panels(w.shape.n), [&](int64_t p, int worker) {
+      if (w.shape.k == ld) return k.unpack(w, p, to + p * kPanel * ld);
+      auto* part = (float*)scratch(worker, kC, kPanel * w.shape.k * 4);
+      k.unpack(w, p, part);
+      for (int64_t r = p * kPanel; r < min64(w.shape.n, (p + 1) * kPanel); ++r, part += w.shape.k)
+        std::copy_n(part, w.shape.k, to + r * ld);
+    });
+  }
 }
 
 Plan::Plan(const Layer& layer, const Batch& b, const Lora& lo, Route wave)
@@ -48,8 +100,8 @@ Plan::Plan(const Layer& layer, const Batch& b, const Lora& lo, Route wave)
       route(std::move(wave)),
       hp(round_up(layer.hidden, kBlock)),
       ip(round_up(layer.intermediate, kBlock)),
-      up_bytes(matrix_bytes(layer.shape(kUp), k.bits, k.scaled)),
-      down_bytes(matrix_bytes(layer.shape(kDown), k.bits, k.scaled)) {
+      slices(slices_of(layer)),
+      owners(slice_owners(layer.slices)) {
   for (int p = 0; p < 3; ++p) rp[p] = transient_shape(0, lo.r[p]).kp;
 }
 
@@ -151,23 +203,42 @@ void Plan::low_rank_in(int w, int64_t active, int p, const bf16* src, int64_t ld
              });
 }
 
-Quantized Plan::quantize(Slot slot, int p, const bf16* src, int64_t ld, int64_t rows) const {
-  const Shape s = l.shape(p);
-  // h has a heavier tail than x (a product of two normals): with 128 values per scale its rounding
-  // alone would be 1.4 %, with 32 it is 0.8 %.
-  const int64_t group = min64(group_size(s), p == kDown ? 64 : 128),
-                count = (s.kp + group - 1) / group, quads = s.kp / 4;
-  const int64_t codes = round_up(rows * quads * k.quad_size, kAlign);
-  auto* base = (uint8_t*)scratch(-1, slot, codes + rows * count * 8);
-  auto* scale = (float*)(base + codes);
-  auto* start = (int32_t*)(scale + rows * count);
+std::vector<Quantized> Plan::quantize(Slot slot, int p, const bf16* src, int64_t ld,
+                                      int64_t rows) const {
+  struct Part {
+    Shape shape;
+    int64_t begin, group, count, quads, offset;
+  };
+  std::vector<Part> parts;
+  int64_t bytes = 0;
+  for (const Slice& slice : slices) {
+    const Shape& s = slice.shape(p);
+    // h has a heavier tail than x (a product of two normals): with 128 values per scale its
+    // rounding alone would be 1.4 %, with 32 it is 0.8 %.
+    const int64_t group = min64(group_size(s), p == kDown ? 64 : 128),
+                  count = (s.kp + group - 1) / group, quads = s.kp / 4;
+    parts.push_back({s, slice.begin, group, count, quads, bytes});
+    bytes += round_up(rows * quads * k.quad_size, kAlign) + round_up(rows * count * 8, kAlign);
+    if (p != kDown) break;  // x is the same for all slices
+  }
+  auto* base = (uint8_t*)scratch(-1, slot, bytes);
+  std::vector<Quantized> out;
+  for (const Part& part : parts) {
+    auto* scale = (float*)(base + part.offset + round_up(rows * part.quads * k.quad_size, kAlign));
+    out.push_back({base + part.offset, scale, (int32_t*)(scale + rows * part.count), part.quads,
+                   part.group, part.count, rows});
+  }
   const int64_t step = 16;  // 16 rows of 2048: about 30 us, well above what a task costs
-  parallel((rows + step - 1) / step, [&](int64_t t, int) {
-    const int64_t i = t * step;
-    k.quantize(src + i * ld, ld, min64(step, rows - i), s, group, base + i * quads * k.quad_size,
-               scale + i * count, start + i * count);
+  const int64_t blocks = (rows + step - 1) / step;
+  parallel(int64_t(parts.size()) * blocks, [&](int64_t t, int) {
+    const Part& part = parts[size_t(t / blocks)];
+    const Quantized& q = out[size_t(t / blocks)];
+    const int64_t i = t % blocks * step;
+    k.quantize(src + i * ld + part.begin, ld, min64(step, rows - i), part.shape, part.group,
+               (uint8_t*)q.codes + i * part.quads * k.quad_size, (float*)q.scale + i * part.count,
+               (int32_t*)q.start + i * part.count);
   });
-  return {base, scale, start, quads, group, count, rows};
+  return out;
 }
 
 Quantized Plan::quantized_rows(int w, const Quantized& all, const int32_t* ids, int64_t first,
@@ -211,37 +282,50 @@ void Plan::gate_up(const Quantized* x, bf16* h, bf16* saved) {
       int p = int(i % 2);
       if (lora.r[p]) low_rank_in(w, i / 2, p, batch.x, l.hidden, true, false, t[p]);
     });
-  const int64_t I = l.intermediate, count = kt::panels(I),
-                step = units_per_task(count, route.active(), route.rows());
-  const int64_t per_expert = (count + step - 1) / step;
-  parallel(route.active() * per_expert, [&](int64_t task, int w) {
-    const int64_t e = task / per_expert, p0 = task % per_expert * step,
-                  p1 = min64(count, p0 + step);
-    const int64_t expert = route.expert[size_t(e)];
-    const Packed gate = weight(expert, kGate), up = weight(expert, kUp);
-    const Packed* both[2] = {&gate, &up};
+  const ColumnTasks tasks(*this, kPanel, route.active());
+  parallel_on_nodes(tasks.counts, [&](int node, int64_t task, int w) {
+    const auto [e, p0, p1] = tasks.at(node, task);
     weights.calls->fetch_add(1, std::memory_order_relaxed);
-    row_blocks(route.start[size_t(e)], route.start[size_t(e) + 1], [&](int64_t i, int64_t m) {
-      const int32_t* ids = route.token.data() + i;
-      const BaseRows a =
-          x ? BaseRows{true, {}, quantized_rows(w, *x, ids, i, m)}
-            : BaseRows{false, rows_of(w, kRows, batch.x, l.hidden, ids, m, l.hidden, hp), {}};
-      for (int64_t p = p0; p < p1; ++p) {
-        const int64_t at[2] = {p, p}, cols = min64(kPanel, I - p * kPanel);
-        base_nt(w, a, both, at, 2, c(w));
-        for (int q : {kGate, kUp})
-          if (lora.r[q])
-            add_low_rank(w, t[q] + i * rp[q], rp[q], m, factor(e, q).b, p, 1, true,
-                         c(w) + q * kPanel);
-        bf16* s = saved ? saved + i * 2 * I + p * kPanel : nullptr;
-        k.gate_forward(l.act, c(w), m, cols, s, s ? s + I : nullptr, 2 * I,
-                       h ? h + i * ip + p * kPanel : nullptr, ip);
-      }
-      if (h && p1 == count && ip > count * kPanel)
-        for (int64_t r = i; r < i + m; ++r)
-          std::fill(h + r * ip + count * kPanel, h + (r + 1) * ip, bf16(0));
-    });
+    row_blocks(route.start[size_t(e)], route.start[size_t(e) + 1],
+               [&](int64_t i, int64_t m) { gate_up_rows(w, x, t, e, i, m, p0, p1, h, saved); });
   });
+}
+
+void Plan::gate_up_rows(int w, const Quantized* x, const bf16* const* t, int64_t e, int64_t i,
+                        int64_t m, int64_t p0, int64_t p1, bf16* h, bf16* saved) const {
+  const int64_t I = l.intermediate, count = kt::panels(I), expert = route.expert[size_t(e)];
+  const int32_t* ids = route.token.data() + i;
+  const BaseRows a =
+      x ? BaseRows{true, {}, quantized_rows(w, *x, ids, i, m)}
+        : BaseRows{false, rows_of(w, kRows, batch.x, l.hidden, ids, m, l.hidden, hp), {}};
+  for (int64_t p = p0; p < p1; ++p) {
+    const Slice& s = slice_of(p * kPanel);
+    const Packed gate = weight(expert, kGate, s), up = weight(expert, kUp, s);
+    const Packed* both[2] = {&gate, &up};
+    const int64_t q0 = p - s.begin / kPanel, at[2] = {q0, q0}, cols = min64(kPanel, I - p * kPanel);
+    base_nt(w, a, both, at, 2, c(w));
+    for (int q : {kGate, kUp})
+      if (lora.r[q])
+        add_low_rank(w, t[q] + i * rp[q], rp[q], m, factor(e, q).b, p, 1, true, c(w) + q * kPanel);
+    bf16* to = saved ? saved + i * 2 * I + p * kPanel : nullptr;
+    k.gate_forward(l.act, c(w), m, cols, to, to ? to + I : nullptr, 2 * I,
+                   h ? h + i * ip + p * kPanel : nullptr, ip);
+  }
+  if (h && p1 == count && ip > count * kPanel)
+    for (int64_t r = i; r < i + m; ++r)
+      std::fill(h + r * ip + count * kPanel, h + (r + 1) * ip, bf16(0));
+}
+
+ColumnTasks::ColumnTasks(const Plan& p, int64_t unit, int64_t experts) {
+  const int64_t I = p.l.intermediate, rows = p.route.rows();
+  for (size_t n = 0; n + 1 < p.owners.size(); ++n) {
+    const Slice& last = p.slices[size_t(p.owners[n + 1] - 1)];
+    const int64_t begin = p.slices[size_t(p.owners[n])].begin / unit,
+                  end = (min64(I, last.begin + last.width) + unit - 1) / unit,
+                  step = units_per_task(end - begin, experts, rows, p.threads_of(n));
+    nodes.push_back({begin, end, step, (end - begin + step - 1) / step});
+    counts.push_back(experts * nodes.back().per_expert);
+  }
 }
 
 }  // namespace kt

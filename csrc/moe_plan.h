@@ -37,6 +37,9 @@ enum Slot {
   kXCodes,
   kHCodes,
   kCodes,
+  kSummand,
+  kPartial,
+  kTokens,
   kSlotsUsed
 };
 static_assert(kSlotsUsed <= kSlots);
@@ -58,17 +61,26 @@ struct Plan {
   const Lora& lora;
   const KernelEntry &weights, &plain;  // kernels of the stored format and of bf16 (LoRA factors)
   const Kernel &k, &kb;
-  Route route;                     // the wave this plan is for
-  int64_t hp, ip;                  // hidden, intermediate padded to kBlock
-  int64_t up_bytes, down_bytes;    // of a packed matrix
+  Route route;     // the wave this plan is for
+  int64_t hp, ip;  // hidden, intermediate padded to kBlock
+  std::vector<Slice> slices;
+  std::vector<int64_t> owners;     // node i works with slices [owners[i], owners[i + 1])
   int64_t rp[3];                   // LoRA ranks padded
   std::vector<Factors> factors{};  // [active][3]
 
   Plan(const Layer& layer, const Batch& b, const Lora& lo, Route wave);
 
-  Packed weight(int64_t expert, int projection) const {
-    return {matrix_at(l, expert, projection, up_bytes, down_bytes), l.shape(projection)};
+  Packed weight(int64_t expert, int projection, const Slice& s) const {
+    return {l.data + s.matrix(expert, projection), s.shape(projection)};
   }
+  // The slice that holds value `i` of the intermediate dimension.
+  const Slice& slice_of(int64_t i) const {
+    size_t s = slices.size() - 1;
+    while (slices[s].begin > i) --s;
+    return slices[s];
+  }
+  bool on_nodes() const { return owners.size() > 2; }
+  int64_t threads_of(size_t node) const { return on_nodes() ? node_threads(node) : threads(); }
   const Factors& factor(int64_t active, int p) const { return factors[size_t(active * 3 + p)]; }
   DropKey key(int p) const { return {lora.seed, p, lora.dropout}; }
 
@@ -82,7 +94,7 @@ struct Plan {
   // Asks memory for the beginning of a panel that is needed soon: reading on from there, few()
   // looks ahead by itself.
   void ask_for(int64_t expert, int projection, int64_t panel) const {
-    const Packed m = weight(expert, projection);
+    const Packed m = weight(expert, projection, slices[0]);
     const uint8_t* at = m.data + panel * panel_bytes(m.shape, k.bits, k.scaled);
     for (int64_t i = 0; i < 2048; i += kAlign) __builtin_prefetch(at + i);
   }
@@ -90,7 +102,11 @@ struct Plan {
   // Rows of src as operand A. ids: row numbers in src, or null for consecutive rows.
   Rows rows_of(int w, Slot s, const bf16* src, int64_t ld, const int32_t* ids, int64_t m,
                int64_t kk, int64_t kp) const;
-  // The same through the dropout mask of projection p (when there is one); `first` = row of the
+  // Those columns of the rows that begin at `col`.
+  Rows columns_of(const Rows& a, int64_t col) const {
+    return {(const uint8_t*)a.a + col * k.a_size, a.ld, a.m};
+  }
+  // Rows through the dropout mask of projection p (when there is one); `first` = row of the
   // route.
   Rows dropped(int w, int p, int64_t first, const bf16* src, int64_t ld, const int32_t* ids,
                int64_t m, int64_t kk, int64_t kp) const;
@@ -110,8 +126,9 @@ struct Plan {
   void low_rank_in(int w, int64_t active, int p, const bf16* src, int64_t ld, bool by_token,
                    bool weighted, bf16* t) const;
 
-  // Rows [0, rows) of src quantized for projection p, in shared scratch.
-  Quantized quantize(Slot s, int p, const bf16* src, int64_t ld, int64_t rows) const;
+  // Rows [0, rows) of src quantized for projection p, in shared scratch: once for gate and up, per
+  // slice for down.
+  std::vector<Quantized> quantize(Slot s, int p, const bf16* src, int64_t ld, int64_t rows) const;
   // Rows ids[i] (or first + i) of `all`, side by side.
   Quantized quantized_rows(int w, const Quantized& all, const int32_t* ids, int64_t first,
                            int64_t m) const;
@@ -122,6 +139,29 @@ struct Plan {
 
   // Stage 1 for all experts: h and/or saved pre-activations. x: tokens quantized (int8 domain).
   void gate_up(const Quantized* x, bf16* h, bf16* saved);
+  // Its panels [p0, p1), rows [i, i + m) of active expert e; t: low-rank inputs of gate and up.
+  void gate_up_rows(int w, const Quantized* x, const bf16* const* t, int64_t e, int64_t i,
+                    int64_t m, int64_t p0, int64_t p1, bf16* h, bf16* saved) const;
+};
+
+// Tasks (expert, some columns of the intermediate dimension), each on the node that has their
+// slice. Columns are counted in units that divide the slices.
+struct ColumnTasks {
+  struct OfNode {
+    int64_t begin, end, step, per_expert;  // units; units per task; tasks per expert
+  };
+  struct Task {
+    int64_t expert, begin, end;  // active expert; units
+  };
+  std::vector<OfNode> nodes{};
+  std::vector<int64_t> counts{};  // tasks of a node
+
+  ColumnTasks(const Plan& p, int64_t unit, int64_t experts);
+  Task at(int node, int64_t task) const {
+    const OfNode& n = nodes[size_t(node)];
+    const int64_t first = n.begin + task % n.per_expert * n.step;
+    return {task / n.per_expert, first, min64(n.end, first + n.step)};
+  }
 };
 
 // acc [tokens][cols] = columns [col, col + cols) of `from` [tokens][ld], or zero without it: the
@@ -146,9 +186,9 @@ void row_blocks(int64_t begin, int64_t end, F f) {
 
 // How many of `units` column blocks one task takes, so that every thread gets several tasks: enough
 // to steal from, and more where the rows are so few that a task gathers next to nothing.
-inline int64_t units_per_task(int64_t units, int64_t groups, int64_t rows) {
+inline int64_t units_per_task(int64_t units, int64_t groups, int64_t rows, int64_t threads) {
   const int64_t per_thread = rows <= 64 ? 8 : 4;
-  const int64_t want = max64(1, int64_t(threads()) * per_thread / max64(1, groups));
+  const int64_t want = max64(1, threads * per_thread / max64(1, groups));
   return max64(1, units / want);
 }
 

@@ -135,6 +135,10 @@ struct Ops {
     }
   }
 
+  static void add_rows(const float* src, int64_t m, float* c) {
+    for (int64_t j = 0; j < m * kCols; j += L) *(f32*)(c + j) += *(const f32*)(src + j);
+  }
+
   // Counter-based: a mask depends on the key, the assignment and the element, never on the order of
   // work.
   KT_OP uint32_t row_key(const DropKey& key, int32_t id) {

@@ -21,6 +21,7 @@
 #include <thread>
 #include <vector>
 
+#include "numa.h"
 #include "red_zone.h"
 #include "topology.h"
 
@@ -77,27 +78,61 @@ struct alignas(64) Range {
 
 class Pool {
  public:
-  explicit Pool(int n) : ranges_(size_t(n)), used_(size_t(n)), size_(n) {}
+  // Workers are numbered node by node.
+  Pool(std::vector<Share> shares, int n)
+      : shares_(std::move(shares)),
+        ranges_(size_t(n)),
+        used_(size_t(n)),
+        cpus_(size_t(n)),
+        size_(n) {
+    for (const Share& s : shares_) first_.push_back(first_.back() + s.threads);
+    for (size_t i = 0; i < shares_.size(); ++i)
+      node_of_.insert(node_of_.end(), size_t(shares_[i].threads), int(i));
+  }
   ~Pool() { join(); }
   int size() const { return size_; }
+  const std::vector<Share>& shares() const { return shares_; }
+  int node_of(int worker) const { return node_of_[size_t(worker)]; }
 
   void run(int64_t tasks, const std::function<void(int64_t, int)>& fn, const OpenMP& torch) {
     if (tasks <= 0) return;
-    fn_ = &fn;
-    error_ = nullptr;
-    for (int i = 0; i < size_; ++i) {
-      ranges_[size_t(i)].next = tasks * i / size_;
-      ranges_[size_t(i)].end = tasks * (i + 1) / size_;
-    }
+    stay_ = false;
+    split(0, size_, tasks);
     // Another number than the calling thread's own would make its runtime start and end threads.
-    in_openmp_ = size_ > 1 && tasks > 1 && torch.parallel && torch.max_threads() == size_;
-    if (size_ == 1 || tasks == 1)
-      work(0);
-    else if (in_openmp_)
-      with_openmp(torch);
-    else
-      with_workers();
-    if (error_) std::rethrow_exception(error_);
+    // Nobody has bound those threads to nodes.
+    in_openmp_ = size_ > 1 && tasks > 1 && shares_.size() == 1 && torch.parallel &&
+                 torch.max_threads() == size_;
+    run_ranges(tasks > 1, fn, torch);
+  }
+  void run_on_nodes(std::span<const int64_t> tasks, const std::function<void(int64_t, int)>& fn) {
+    stay_ = true;
+    for (size_t i = 0; i < tasks.size(); ++i) split(first_[i], first_[i + 1], tasks[i]);
+    in_openmp_ = false;
+    run_ranges(true, fn, {});
+  }
+
+  void start() {
+    if (!workers_.empty()) return;
+    started_ = 0;
+    try {
+      for (int i = 1; i < size_; ++i)
+        workers_.emplace_back([this, i, seen = epoch_.load()] { loop(i, seen); });
+    } catch (const std::system_error&) {
+      const size_t refused = workers_.size() + 2;
+      join();
+      throw std::runtime_error("the system refused thread " + std::to_string(refused) + " of " +
+                               std::to_string(size_) +
+                               "; lower threads or raise its limits (memory, pids cgroup, ulimit)");
+    }
+  }
+  // The CPUs of every worker that was bound; none of the caller.
+  std::vector<std::vector<int>> worker_cpus() {
+    wait_until_bound();
+    return cpus_;
+  }
+  void wait_until_bound() {
+    std::unique_lock lock(mutex_);
+    done_.wait(lock, [&] { return started_ == int(workers_.size()); });
   }
 
   bool in_openmp() const { return in_openmp_; }
@@ -106,6 +141,27 @@ class Pool {
   std::atomic<int> failing{-1};
 
  private:
+  // Gives tasks [0, tasks) to workers [begin, end).
+  void split(int begin, int end, int64_t tasks) {
+    const int n = end - begin;
+    for (int i = 0; i < n; ++i) {
+      ranges_[size_t(begin + i)].next = tasks * i / n;
+      ranges_[size_t(begin + i)].end = tasks * (i + 1) / n;
+    }
+  }
+
+  void run_ranges(bool several, const std::function<void(int64_t, int)>& fn, const OpenMP& torch) {
+    fn_ = &fn;
+    error_ = nullptr;
+    if (size_ == 1 || !several)
+      work(0);
+    else if (in_openmp_)
+      with_openmp(torch);
+    else
+      with_workers();
+    if (error_) std::rethrow_exception(error_);
+  }
+
   // However many threads it gives: each steals what the others do not do.
   void with_openmp(const OpenMP& torch) {
     busy_ = 0;
@@ -117,7 +173,7 @@ class Pool {
   }
 
   void with_workers() {
-    if (workers_.empty()) start();
+    start();
     busy_ = size_ - 1;
     {
       std::lock_guard lock(mutex_);
@@ -134,19 +190,6 @@ class Pool {
       }
   }
 
-  void start() {
-    try {
-      for (int i = 1; i < size_; ++i)
-        workers_.emplace_back([this, i, seen = epoch_.load()] { loop(i, seen); });
-    } catch (const std::system_error&) {
-      const size_t refused = workers_.size() + 2;
-      join();
-      throw std::runtime_error("the system refused thread " + std::to_string(refused) + " of " +
-                               std::to_string(size_) +
-                               "; lower threads or raise its limits (memory, pids cgroup, ulimit)");
-    }
-  }
-
   void join() {
     {
       std::lock_guard lock(mutex_);
@@ -159,9 +202,12 @@ class Pool {
     stop_ = false;
   }
 
+  // Own tasks first, then the others': of all workers, or of this node's where tasks stay.
   void work(int me) {
-    for (int k = 0; k < size_; ++k) {
-      Range& r = ranges_[size_t((me + k) % size_)];
+    const int node = node_of(me), begin = stay_ ? first_[size_t(node)] : 0,
+              n = stay_ ? shares_[size_t(node)].threads : size_;
+    for (int k = 0; k < n; ++k) {
+      Range& r = ranges_[size_t(begin + (me - begin + k) % n)];
       for (;;) {
         if (r.next.load(std::memory_order_relaxed) >= r.end) break;
         int64_t i = r.next.fetch_add(1);
@@ -182,6 +228,15 @@ class Pool {
   }
 
   void loop(int me, int64_t seen) {
+    if (shares_.size() > 1) {
+      bind_thread(shares_[size_t(node_of(me))].node);
+      cpus_[size_t(me)] = affinity();
+    }
+    {
+      std::lock_guard lock(mutex_);
+      ++started_;
+    }
+    done_.notify_all();
     for (;;) {
       for (int spin = 0; spin < kSpins && epoch_.load(std::memory_order_acquire) == seen; ++spin)
         relax();
@@ -198,14 +253,19 @@ class Pool {
   }
 
   std::vector<std::thread> workers_;
+  const std::vector<Share> shares_;
+  std::vector<int> first_{0}, node_of_;  // first worker of a node; node of a worker
   std::vector<Range> ranges_;
   std::vector<std::atomic<bool>> used_;
+  std::vector<std::vector<int>> cpus_;  // of a worker
   const int size_;
   std::mutex mutex_;
   std::condition_variable wake_, done_;
   std::atomic<int64_t> epoch_{0};
   std::atomic<int> busy_{0};
+  int started_ = 0;  // workers that are bound, or need not be
   bool stop_ = false, in_openmp_ = false;
+  bool stay_ = false;  // tasks are done on their nodes
   const std::function<void(int64_t, int)>* fn_ = nullptr;
   std::exception_ptr error_;
 };
@@ -219,6 +279,8 @@ struct State {
       0};  // of the last set_threads, or of the first call: asking takes 0.1 ms
   bool oversubscribe = false;
   OpenMP torch;
+  std::vector<Node> nodes;  // several, or none: one node, nothing is bound
+  std::atomic<int> pretended{0};
   // [worker + 1][slot]; grows between runs only, and a worker touches its own: no lock
   std::deque<std::array<Buffer, kSlots>> buffers{1};
 };
@@ -244,6 +306,8 @@ State& state() {
           fresh->wanted = old->wanted.load();
           fresh->allowed = old->allowed.load();
           fresh->oversubscribe = old->oversubscribe;  // `torch` not: no OpenMP runtime survives it
+          fresh->nodes = old->nodes;
+          fresh->pretended = old->pretended.load();
           state_slot() = fresh;
         });
         // A thread may be computing: its call ends first, and as the lock is kept, none follows
@@ -261,12 +325,62 @@ State& state() {
   return *s;
 }
 
+int cpus_of(const std::vector<Node>& nodes) {
+  int n = 0;
+  for (const Node& node : nodes) n += int(node.cpus.size());
+  return n;
+}
+
 Pool& pool() {
   State& s = state();
   int n = threads();
-  if (!s.pool || s.pool->size() != n) s.pool = std::make_unique<Pool>(n);
+  if (!s.pool || s.pool->size() != n)
+    s.pool = std::make_unique<Pool>(
+        s.nodes.empty() ? std::vector<Share>{{{}, n}} : share_threads(s.nodes, n), n);
   while (s.buffers.size() < size_t(n) + 1) s.buffers.emplace_back();
   return *s.pool;
+}
+
+// What the CPUs of these nodes, or all without any, let run at once.
+int thread_limit(const std::vector<Node>& nodes) {
+  const int allowed = allowed_cpus();
+  return nodes.empty() ? allowed : std::min(allowed, cpus_of(nodes));
+}
+
+[[noreturn]] void too_few_threads(int threads, size_t nodes) {
+  throw std::invalid_argument("numa_nodes is " + std::to_string(nodes) + " but threads is " +
+                              std::to_string(threads) +
+                              "; every node needs one: raise threads or lower numa_nodes");
+}
+[[noreturn]] void too_many_threads(int threads, int limit, const std::vector<Node>& nodes) {
+  const std::string given = "threads is " + std::to_string(threads) + " but ";
+  throw std::invalid_argument(
+      nodes.empty()
+          ? given + "only " + std::to_string(limit) +
+                " CPUs are allowed here (affinity and cgroup); lower threads or widen the CPU set"
+          : given + "the " + std::to_string(nodes.size()) + " NUMA nodes in use have " +
+                std::to_string(limit) + " allowed CPUs; lower threads or raise numa_nodes");
+}
+
+std::vector<Node> usable_nodes() {
+  std::vector<Node> nodes = topology("/", affinity()).nodes;
+  const size_t real = nodes.size(), want = size_t(state().pretended);
+  for (size_t i = 0; nodes.size() < want; ++i) nodes.push_back(nodes[i % real]);
+  return nodes;
+}
+
+// Those to use for numa_nodes = n; none for 1, where nothing is bound.
+std::vector<Node> choose_nodes(int n) {
+  if (n < 1)
+    throw std::invalid_argument("numa_nodes is " + std::to_string(n) +
+                                "; give a number >= 1, or none for the nodes of this machine");
+  if (n == 1) return {};
+  const std::vector<Node> nodes = usable_nodes();
+  if (nodes.size() < size_t(n))
+    throw std::invalid_argument(
+        "numa_nodes is " + std::to_string(n) + " but this process has CPUs and memory on " +
+        std::to_string(nodes.size()) + "; lower numa_nodes, or remove it to use what there is");
+  return largest(nodes, size_t(n));
 }
 
 }  // namespace
@@ -275,28 +389,78 @@ void set_threads(int n, bool oversubscribe) {
   if (n < 0)
     throw std::invalid_argument("threads is " + std::to_string(n) +
                                 "; give a number >= 1, or none for all allowed CPUs");
-  const int allowed = allowed_cpus();
-  if (n > allowed && !oversubscribe)
-    throw std::invalid_argument(
-        "threads is " + std::to_string(n) + " but only " + std::to_string(allowed) +
-        " CPUs are allowed here (affinity and cgroup); lower threads or widen the CPU set");
   Entry lock;
-  state().wanted = n;
-  state().allowed = 0;
-  state().oversubscribe = oversubscribe;
+  State& s = state();
+  const int limit = thread_limit(s.nodes);
+  if (n > limit && !oversubscribe) too_many_threads(n, limit, s.nodes);
+  if (size_t(n ? n : limit) < s.nodes.size()) too_few_threads(n ? n : limit, s.nodes.size());
+  s.wanted = n;
+  s.allowed = limit;
+  s.oversubscribe = oversubscribe;
 }
 
 int threads() {
   State& s = state();
   if (int n = s.wanted) return n;
   int n = s.allowed;
-  if (!n) s.allowed = n = allowed_cpus();
+  if (!n) s.allowed = n = thread_limit(s.nodes);
   return n;
+}
+
+void check_nodes(int n) { choose_nodes(n); }
+
+int available_nodes() { return int(usable_nodes().size()); }
+
+void pretend_nodes(int n) { state().pretended = n; }
+
+void set_nodes(int n) {
+  Entry lock;
+  State& s = state();
+  std::vector<Node> chosen = choose_nodes(n);
+  if (chosen.empty() && s.nodes.empty()) return;
+  const int limit = thread_limit(chosen), count = s.wanted ? int(s.wanted) : limit;
+  if (count < n) too_few_threads(count, size_t(n));
+  if (count > limit && !s.oversubscribe) too_many_threads(count, limit, chosen);
+  s.pool.reset();
+  s.nodes = std::move(chosen);
+  s.allowed = limit;
+  if (n == 1) return;
+  pool().start();
+  pool().wait_until_bound();
+}
+
+int nodes() {
+  Entry lock;
+  return int(std::max<size_t>(1, state().nodes.size()));
+}
+
+int node_threads(size_t node) {
+  Entry lock;
+  return pool().shares().at(node).threads;
+}
+
+std::vector<int64_t> slice_owners(int64_t slices) {
+  Entry lock;
+  if (slices < nodes()) return {0, slices};
+  return share_slices(pool().shares(), slices);
+}
+
+void bind_to_node(void* at, int64_t bytes, size_t i) {
+  Entry lock;
+  bind_memory(at, bytes, pool().shares().at(i).node);
 }
 
 void parallel(int64_t tasks, const std::function<void(int64_t, int)>& fn) {
   Entry lock;
   pool().run(tasks, fn, state().torch);
+}
+
+void parallel_on_nodes(std::span<const int64_t> tasks,
+                       const std::function<void(int, int64_t, int)>& fn) {
+  if (tasks.size() == 1) return parallel(tasks[0], [&](int64_t i, int w) { fn(0, i, w); });
+  Entry lock;
+  Pool& p = pool();
+  p.run_on_nodes(tasks, [&](int64_t i, int w) { fn(p.node_of(w), i, w); });
 }
 
 void use_openmp(uintptr_t parallel, uintptr_t max_threads) {
@@ -328,6 +492,16 @@ int workers_seen() {
   int n = 0;
   for (auto& u : pool().used()) n += u.exchange(false);
   return n;
+}
+
+std::vector<Crew> crews() {
+  Entry lock;
+  Pool& p = pool();
+  std::vector<Crew> out;
+  for (const Share& s : p.shares()) out.push_back({s.node.id, s.threads, {}});
+  const auto cpus = p.worker_cpus();
+  for (size_t i = 1; i < cpus.size(); ++i) out[size_t(p.node_of(int(i)))].cpus.push_back(cpus[i]);
+  return out;
 }
 
 void* scratch(int worker, int slot, int64_t bytes) {

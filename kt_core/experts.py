@@ -66,12 +66,16 @@ class Experts:
         group: values of the reduction dimension per scale: 32, 64, 128, 0 (per channel), or None
             for the format's default (int8: 128, int4: 32). bf16 has no scales and ignores it.
         activation: key of ``ACTIVATIONS``.
+        slices: pieces of the intermediate dimension, up to :meth:`max_slices`, each of which one
+            NUMA node can keep and compute. Results differ in rounding between numbers of slices,
+            and for one number are the same bits on any number of nodes.
         buffer: where packed bytes live (buffer protocol, 64-byte aligned, e.g. an mmap); None
-            allocates private memory that does not follow a fork.
+            allocates private memory that does not follow a fork, each slice on its NUMA node.
         name: used in error messages.
 
     Raises:
-        ValueError: unknown format, group or activation, sizes < 1, or a buffer that is too small.
+        ValueError: unknown format, group or activation, sizes < 1, slices out of range, or a
+            buffer that is too small.
     """
 
     def __init__(
@@ -83,27 +87,45 @@ class Experts:
         format: str = "int8",
         group: int | None = None,
         activation: str = "silu",
+        slices: int = 1,
         buffer: Any = None,
         name: str = "experts",
     ) -> None:
         self.num_experts, self.hidden, self.intermediate = num_experts, hidden, intermediate
         self.format, self.activation, self.name = format, activation, name
+        self.slices = slices
         self._layer = _native_layer(
-            num_experts, hidden, intermediate, format, group, activation, name
+            num_experts, hidden, intermediate, format, group, activation, name, slices
         )
         self.group = int(self._layer.group)
         self.nbytes = int(self._layer.nbytes)
         self._buffer = _kt.Arena(self.nbytes) if buffer is None else buffer
         self._layer.attach(self._buffer)
+        if buffer is None and slices > 1:
+            self._layer.bind_slices()
+            runtime.log_refusals()
         self._to_fill = {(e, p) for e in range(num_experts) for p in range(3)}
 
     @staticmethod
     def packed_nbytes(
-        num_experts: int, hidden: int, intermediate: int, format: str, group: int | None = None
+        num_experts: int,
+        hidden: int,
+        intermediate: int,
+        format: str,
+        group: int | None = None,
+        slices: int = 1,
     ) -> int:
         """Bytes of a packed layer of these sizes."""
-        layer = _native_layer(num_experts, hidden, intermediate, format, group, "silu", "experts")
+        layer = _native_layer(
+            num_experts, hidden, intermediate, format, group, "silu", "experts", slices
+        )
         return int(layer.nbytes)
+
+    @staticmethod
+    def max_slices(intermediate: int, format: str, group: int | None = None) -> int:
+        """Slices that an intermediate dimension can be cut into: 8, or less for a small one."""
+        layer = _native_layer(1, 1, intermediate, format, group, "silu", "experts", 1)
+        return int(layer.max_slices)
 
     @classmethod
     def from_packed(
@@ -116,6 +138,7 @@ class Experts:
         format: str,
         group: int | None = None,
         activation: str = "silu",
+        slices: int = 1,
         name: str = "experts",
     ) -> Experts:
         """A layer over ``buffer``, which holds its complete packed bytes (read only is fine)."""
@@ -126,6 +149,7 @@ class Experts:
             format=format,
             group=group,
             activation=activation,
+            slices=slices,
             buffer=buffer,
             name=name,
         )
@@ -384,6 +408,7 @@ def _native_layer(
     group: int | None,
     activation: str,
     name: str,
+    slices: int,
 ) -> Any:
     if min(num_experts, hidden, intermediate) < 1:
         raise ValueError(
@@ -395,4 +420,6 @@ def _native_layer(
         group = _DEFAULT_GROUP.get(format, 0)
     if group not in (0, 32, 64, 128):
         raise ValueError(f"group is {group}; give 32, 64, 128, or 0 for one scale per channel")
-    return _kt.Layer(num_experts, hidden, intermediate, format, group, ACTIVATIONS[activation])
+    return _kt.Layer(
+        num_experts, hidden, intermediate, format, group, ACTIVATIONS[activation], slices
+    )

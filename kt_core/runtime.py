@@ -76,6 +76,40 @@ def asked_threads(n: int | None) -> int | None:
     return n or env
 
 
+def numa_nodes() -> int:
+    """NUMA nodes that expert kernels are spread over."""
+    return int(_kt.nodes())
+
+
+def available_numa_nodes() -> int:
+    """NUMA nodes whose CPUs and memory this process may use."""
+    return int(_kt.available_nodes())
+
+
+def check_numa_nodes(n: int) -> None:
+    """Raises ValueError below 1 or above :func:`available_numa_nodes`."""
+    _kt.check_nodes(n)
+
+
+def set_numa_nodes(n: int) -> None:
+    """Spread threads, and the experts that are packed from now on, over this many NUMA nodes.
+
+    Above 1, threads run on the CPUs of their node only; the caller's thread is left alone.
+
+    Raises:
+        ValueError: below 1, above :func:`available_numa_nodes`, or above :func:`threads`.
+    """
+    _kt.set_nodes(n)
+    log_refusals()
+
+
+def log_refusals() -> None:
+    """Warn of calls that bind threads or memory to NUMA nodes and were refused by the system, once
+    per kind of call."""
+    for refusal in _kt.refusals():
+        log.warning("%s", refusal)
+
+
 def seconds() -> dict[str, float]:
     """Wall seconds this process spent in expert kernels, ``forward`` and ``backward``."""
     with _seconds_lock:

@@ -80,10 +80,11 @@ def make_case(
     seed=0,
     dtype=torch.bfloat16,
     dropout=0.0,
+    slices=1,
 ) -> Case:
     g = torch.Generator().manual_seed(seed)
     randn = lambda *s: torch.randn(*s, generator=g)  # noqa: E731
-    layer = Experts(E, H, I, format=format, group=group, activation=activation)
+    layer = Experts(E, H, I, format=format, group=group, activation=activation, slices=slices)
     shapes = {"gate": (I, H), "up": (I, H), "down": (H, I)}
     dense = {p: torch.empty(E, *s) for p, s in shapes.items()}
     for e in range(E):

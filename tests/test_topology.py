@@ -188,6 +188,76 @@ def test_garbage_limits_nothing(machine):
     assert machine.threads(2) == 2
 
 
+# -- threads and slices over the nodes
+
+
+def shares(machine, cpus, nodes, threads, slices=8):
+    """{id: (threads, slices)} and that slices follow each other."""
+    found = _kt.share(str(machine.root), list(range(cpus)), nodes, threads, slices)
+    ends = [0, *(end for *_, end in found)]
+    assert [first for *_, first, _ in found] == ends[:-1] and ends[-1] == slices
+    return {id: (n, end - first) for id, _, n, first, end in found}
+
+
+def test_without_node_directories_one_node_takes_all(machine):
+    assert shares(machine, 4, nodes=1, threads=4, slices=1) == {0: (4, 1)}
+    assert shares(machine, 4, nodes=3, threads=3) == {0: (3, 8)}
+
+
+@pytest.mark.parametrize("threads", [2, 3, 8, 64])
+def test_equal_nodes_share_equally(machine, threads):
+    machine.online("0-1")
+    machine.node(0, "0-31")
+    machine.node(1, "32-63")
+    half = threads - threads // 2
+    found = shares(machine, 64, 2, threads)
+    assert found[0][0] == half and found[1][0] == threads - half
+    if threads % 2 == 0:
+        assert found[0][1] == found[1][1] == 4
+
+
+def test_three_nodes_with_gaps_share_by_their_cpus(machine):
+    machine.online("0,4,9")
+    machine.node(0, "0-5")
+    machine.node(4, "6-7")
+    machine.node(9, "8-11")
+    assert shares(machine, 12, 3, 12) == {0: (6, 4), 4: (2, 1), 9: (4, 3)}
+    assert shares(machine, 12, 3, 3, slices=3) == {0: (1, 1), 4: (1, 1), 9: (1, 1)}
+    assert shares(machine, 12, 3, 4) == {0: (2, 4), 4: (1, 2), 9: (1, 2)}
+    assert shares(machine, 12, 2, 5) == {0: (3, 5), 9: (2, 3)}  # the largest two
+    assert shares(machine, 12, 1, 5) == {0: (5, 8)}
+
+
+def test_no_node_gets_more_threads_than_cpus(machine):
+    machine.online("0-2")
+    machine.node(0, "0")
+    machine.node(1, "1-2")
+    machine.node(2, "3-15")
+    for threads in range(3, 17):
+        found = shares(machine, 16, 3, threads)
+        assert sum(n for n, _ in found.values()) == threads
+        for id, most in ((0, 1), (1, 2), (2, 13)):
+            assert 1 <= found[id][0] <= most, threads
+
+
+def test_offline_and_memoryless_nodes_get_nothing(machine):
+    machine.online("0,2-3")
+    machine.node(0, "0-3", distances=[10, 20, 20])
+    machine.node(1, "")
+    machine.node(2, "4-5", memory=0, distances=[20, 10, 12])
+    machine.node(3, "6-7", distances=[20, 12, 10])
+    assert shares(machine, 8, 2, 8) == {0: (4, 4), 3: (4, 4)}
+
+
+def test_siblings_count_as_cpus(machine):
+    machine.online("0-1")
+    machine.node(0, "0-1,4-5")
+    machine.node(1, "2-3")
+    machine.siblings((0, 4), (1, 5), (2, 3))
+    found = _kt.share(str(machine.root), list(range(6)), 2, 6, 3)
+    assert found == [(0, [0, 1, 4, 5], 4, 0, 2), (1, [2, 3], 2, 2, 3)]
+
+
 # -- quotas
 
 V2 = ("/", "/sys/fs/cgroup", "cgroup2", "rw,nsdelegate")
