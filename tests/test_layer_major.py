@@ -76,6 +76,13 @@ def test_preference_pairs(root, monkeypatch):
     assert major == pytest.approx(loop, rel=1e-5)
 
 
+def test_the_other_name(root, capsys):
+    args = lf_cases.arguments(root, "alias", kt_layer_major=True, max_steps=1)
+    lf_cases.run(args)
+    # 2 micro-batches of 2 rows of at most 64 tokens
+    assert "for at most 256 tokens at once" in capsys.readouterr().out
+
+
 REFUSED = {
     "nothing to gather": (
         {"gradient_accumulation_steps": 1},

@@ -1,0 +1,71 @@
+"""The pages under docs/ say what the code does."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import re
+from pathlib import Path
+
+import lf_cases  # noqa: F401 - installs the hooks
+import pytest
+import yaml
+
+from kt_sft import step_log
+from kt_sft.callback import STATS_FILE
+from kt_sft.config import KTConfig
+from kt_sft.trainer_log import KEYS
+
+ROOT = Path(__file__).parents[1]
+
+
+def _rows(page):
+    """The cells of every row of the first table of a page, without its head."""
+    lines = [x for x in (ROOT / "docs" / page).read_text().splitlines() if x.startswith("| ")]
+    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines[2:]]
+
+
+def _word(cell):
+    found = re.fullmatch(r"`([^`]+)`", cell)
+    assert found, f"{cell!r} is not one `word`"
+    return found[1]
+
+
+SETTINGS = {_word(key): cells for key, *cells in _rows("settings.md")}
+
+
+def test_every_setting_is_listed_with_its_default():
+    from llamafactory.hparams import ModelArguments
+
+    defaults = {f.name: f.default for f in dataclasses.fields(ModelArguments)}
+    stock = {f.name for f in dataclasses.fields(ModelArguments.__base__)}
+    expected = {key: defaults[key] for key in ("use_kt", *defaults.keys() - stock)}
+    expected |= {f"kt_config.{f.name}": f.default for f in dataclasses.fields(KTConfig)}
+    listed = {key: yaml.safe_load(_word(cells[0])) for key, cells in SETTINGS.items()}
+    assert listed == expected
+
+
+@pytest.mark.parametrize("key", SETTINGS)
+def test_every_setting_names_a_test_that_uses_it(key):
+    _, meaning, test = SETTINGS[key]
+    assert len(meaning) > 20
+    file, name = _word(test).split("::")
+    path = ROOT / "tests" / file
+    tree = ast.parse(path.read_text())
+    found = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == name]
+    assert found, f"{file} has no {name}"
+    # the test itself, a helper of its file or lf_cases.arguments gives the key
+    used = path.read_text() + (ROOT / "tests" / "lf_cases.py").read_text()
+    assert re.search(rf"\b{key.removeprefix('kt_config.')}\b", used)
+
+
+def test_every_number_of_a_log_line_is_explained():
+    assert {_word(key): meaning for key, meaning in _rows("logs.md")} == KEYS
+    text = (ROOT / "docs" / "logs.md").read_text()
+    assert step_log.HEAT_MAP in text and STATS_FILE in text
+
+
+def test_the_readme_points_to_the_pages():
+    readme = (ROOT / "README.md").read_text()
+    pages = sorted(path.name for path in (ROOT / "docs").glob("*.md"))
+    assert pages and all(f"docs/{name}" in readme for name in pages)
