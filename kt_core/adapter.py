@@ -13,6 +13,7 @@ in adapter_config.py; there is no peft import here.
 from __future__ import annotations
 
 import contextvars
+import copy
 import json
 import os
 import shutil
@@ -148,6 +149,10 @@ def _hook(held: _Attached, path: str, module: nn.Module) -> None:
         module.runner = _switched(held, path, module.runner)
         return
 
+    if not isinstance(module, nn.Linear):
+        _adapt_weight(held, path, module)
+        return
+
     def add(linear: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
         name = held.active.get()
         factors = None if name is None else held.dense[name].get(path)
@@ -158,6 +163,26 @@ def _hook(held: _Attached, path: str, module: nn.Module) -> None:
         return (output + delta * factors.scaling).to(output.dtype)
 
     module.register_forward_hook(add)
+
+
+def _adapt_weight(held: _Attached, path: str, module: nn.Module) -> None:
+    """For a module that computes more than a product with its weight, e.g. a router."""
+
+    def forward(*args: Any, **kw: Any) -> Any:
+        name = held.active.get()
+        factors = None if name is None else held.dense[name].get(path)
+        if factors is None:
+            return type(module).forward(module, *args, **kw)
+        weight = module.get_parameter("weight")
+        # A twin, because other threads may be inside this module with another adapter.
+        twin = copy.copy(module)
+        twin._parameters = dict(module._parameters)
+        twin._parameters["weight"] = nn.Parameter(
+            weight + _delta(factors).to(weight), requires_grad=False
+        )
+        return type(module).forward(twin, *args, **kw)
+
+    module.forward = forward
 
 
 def _switched(held: _Attached, path: str, inner: Runner) -> Runner:
@@ -203,14 +228,15 @@ def _check(data: AdapterData, modules: Mapping[str, nn.Module], model: str, wher
             _same(f.a, (e, f.rank, fan_in), f"{path} {p}_proj lora_A", where, base)
             _same(f.b, (e, fan_out, f.rank), f"{path} {p}_proj lora_B", where, base)
     for path, f in data.dense.items():
-        linear = modules.get(path)
-        if not isinstance(linear, nn.Linear):
+        weight = dict(modules[path].named_parameters(recurse=False)) if path in modules else {}
+        if "weight" not in weight or weight["weight"].dim() != 2:
             raise ValueError(
-                f"{where} adapts {path}, where {model} has no linear layer; it was trained on "
-                f"another model ({base})"
+                f"{where} adapts {path}, where {model} has no matrix; it was trained on another "
+                f"model ({base})"
             )
-        _same(f.a, (f.rank, linear.in_features), f"{path} lora_A", where, base)
-        _same(f.b, (linear.out_features, f.rank), f"{path} lora_B", where, base)
+        fan_out, fan_in = weight["weight"].shape
+        _same(f.a, (f.rank, fan_in), f"{path} lora_A", where, base)
+        _same(f.b, (fan_out, f.rank), f"{path} lora_B", where, base)
 
 
 def _same(tensor: Tensor, shape: tuple[int, ...], what: str, where: str, base: object) -> None:
@@ -305,7 +331,9 @@ def _deltas(
         out[key] = delta
 
     for path, f in data.dense.items():
-        key = _present([f"{path}.weight"], names, path, where)
+        stored = f"{path}.weight"
+        options = [stored, stored.replace(".mlp.", ".block_sparse_moe.")]
+        key = _present(options, names, path, where)
         put(key, (f.b.shape[0], f.a.shape[1]), lambda f=f: _delta(f))  # type: ignore[misc]
     for path, module in data.experts.items():
         fused = f"{path}.gate_up_proj" if f"{path}.gate_up_proj" in names else None

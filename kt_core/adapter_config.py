@@ -8,7 +8,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -108,10 +108,11 @@ def standard_config(
     if "down" in shape and shape["down"] != default:
         patterns[r"experts\.down_proj"] = shape["down"]
     fused_names = set(PROJECTION_KEYS.values()) | set(names.values())
+    linears = set(linear_paths)
     targets: set[str] = set()
     parameters: set[str] = set()
     for target, paths in _grouped(list(by_path), linear_paths, fused_names).items():
-        as_parameter = target.rsplit(".", 1)[-1] in fused_names
+        as_parameter = target.rsplit(".", 1)[-1] in fused_names or not set(paths) <= linears
         (parameters if as_parameter else targets).add(
             f"{target}.weight" if as_parameter else target
         )
@@ -140,14 +141,18 @@ def standard_config(
     return config, {"projections": data.projections, "lora_dropout": data.dropout}
 
 
-def training_config(data: AdapterData) -> dict[str, Any]:
+def training_config(data: AdapterData, linear_paths: Set[str]) -> dict[str, Any]:
     """The LoraConfig fields with which peft on a model with CPU experts puts exactly these factors
-    in place.
+    in place; `linear_paths` are the paths of its Linear modules.
     """
     shape = {p: (f.rank, f.alpha) for m in data.experts.values() for p, f in m.items()}
     values = {path: (f.rank, f.alpha) for path, f in data.dense.items()}
     default = _commonest([*values.values(), *shape.values()])
-    keyed = {re.escape(path): value for path, value in values.items()}
+    parameters = [f"{path}.weight" for path in values if path not in linear_paths]
+    keyed = {
+        re.escape(path if path in linear_paths else f"{path}.weight"): value
+        for path, value in values.items()
+    }
     keyed |= {rf"experts\.{PROJECTION_KEYS[p]}": value for p, value in shape.items()}
     return {
         "r": default[0],
@@ -156,8 +161,9 @@ def training_config(data: AdapterData) -> dict[str, Any]:
         "alpha_pattern": {k: _plain(a) for k, (_, a) in keyed.items() if a != default[1]},
         "use_rslora": False,
         "lora_dropout": data.dropout,
-        "target_modules": set(values) | {f"experts.{PROJECTION_KEYS[p]}" for p in shape},
-        "target_parameters": None,
+        "target_modules": {path for path in values if path in linear_paths}
+        | {f"experts.{PROJECTION_KEYS[p]}" for p in shape},
+        "target_parameters": sorted(parameters) or None,
         "exclude_modules": None,
         "layers_to_transform": None,
         "layers_pattern": None,

@@ -20,25 +20,11 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from kt_core import runtime
 from kt_sft import tally
 from kt_sft.collective import over_ranks
+from kt_sft.groups import GROUPS, group_of
 from kt_sft.peft_io import has_experts
 
 log = logging.getLogger("kt")
 STATS_FILE = "kt_stats.json"
-GROUPS = ("attention", "shared", "experts", "router", "other")
-
-
-def group_of(name: str) -> str:
-    """The part of a mixture-of-experts model that a parameter belongs to, from its name."""
-    parts = name.split(".")
-    if "experts" in parts:
-        return "experts"
-    if any("attn" in p or "attention" in p for p in parts):
-        return "attention"
-    if "gate" in parts or "router" in parts:
-        return "router"
-    if any(p in ("mlp", "shared_experts", "shared_expert", "feed_forward") for p in parts):
-        return "shared"  # shared experts and the dense MLPs of layers that have no routed ones
-    return "other"
 
 
 def count_trainable(model: nn.Module) -> dict[str, int]:

@@ -19,24 +19,26 @@ from typing import Any
 FORMATS = ("bf16", "int8", "int4")
 GROUPS = (0, 32, 64, 128)  # 0: one scale per output channel
 ACTIVATIONS = ("retain", "recompute")
+LORA_GROUPS = ("attention", "shared_experts", "experts", "router")
 
 
 @dataclass(frozen=True)
 class KTConfig:
     """Settings of the experts on the CPU.
 
-    format        how expert weights are stored: bf16, int8 or int4
-    group         weights that share one scale along the reduction: 32, 64, 128, or 0 for a whole
-    channel;
-                  None takes the format's default (int8 128, int4 32); bf16 has no scales and takes
-                  no group
-    threads       worker threads of the kernels; None: this process's share of the CPUs
-    numa_nodes    NUMA nodes the weights are spread over; None: as found
-    activation    retain: gate and up pre-activations are kept for backward; recompute: nothing is
-    kept
-    packed_dir    directory of packed expert files, reused by the next run; None: experts are
-    packed in memory
-    layer_major   the micro-batches of gradient accumulation go through each layer together
+    format         how expert weights are stored: bf16, int8 or int4
+    group          weights that share one scale along the reduction: 32, 64, 128, or 0 for a whole
+                   channel; None takes the format's default (int8 128, int4 32); bf16 has no scales
+                   and takes no group
+    threads        worker threads of the kernels; None: this process's share of the CPUs
+    numa_nodes     NUMA nodes the weights are spread over; None: as found
+    activation     retain: gate and up pre-activations are kept for backward; recompute: nothing is
+                   kept
+    packed_dir     directory of packed expert files, reused by the next run; None: experts are
+                   packed in memory
+    lora_rank      rank by group (attention, shared_experts, experts, router) where it differs from
+                   LLaMA-Factory's lora_rank; alpha changes with it, so that alpha / rank stays
+    layer_major    the micro-batches of gradient accumulation go through each layer together
     """
 
     format: str = "int8"
@@ -46,6 +48,7 @@ class KTConfig:
     activation: str = "retain"
     packed_dir: str | None = None
     layer_major: bool = False
+    lora_rank: Mapping[str, int] | None = None
 
     def __post_init__(self) -> None:
         _one_of("format", self.format, FORMATS)
@@ -55,6 +58,8 @@ class KTConfig:
                 f"kt_config: layer_major={self.layer_major!r} is neither true nor false; correct "
                 "or remove it"
             )
+        if self.lora_rank is not None:
+            _ranks(self.lora_rank)
         if self.group is not None:
             _whole("group", self.group, least=0)
             _one_of("group", self.group, GROUPS)
@@ -136,6 +141,21 @@ def _one_of(key: str, value: object, allowed: tuple[Any, ...]) -> None:
         raise ValueError(
             f"kt_config: {key}={value!r} is not known; use one of {', '.join(map(str, allowed))}"
         )
+
+
+def _ranks(value: object) -> None:
+    if not isinstance(value, Mapping) or not value:
+        raise ValueError(
+            f"kt_config: lora_rank={value!r} is not a mapping of groups to ranks; write e.g. "
+            "lora_rank: {experts: 4, attention: 8}, or set LLaMA-Factory's lora_rank for all"
+        )
+    for group, rank in value.items():
+        if group not in LORA_GROUPS:
+            raise ValueError(
+                f"kt_config: lora_rank.{group}={rank!r} names no group; the groups are "
+                f"{', '.join(LORA_GROUPS)}"
+            )
+        _whole(f"lora_rank.{group}", rank, least=1)
 
 
 def _whole(key: str, value: object, *, least: int) -> None:

@@ -31,33 +31,10 @@ import torch
 
 from kt_core import memory
 from kt_sft import config as settings
-from kt_sft import layer_major, trainer_log
+from kt_sft import layer_major, stages, trainer_log
 from kt_sft.config import KTConfig
 
-_STAGES = ("pt", "sft", "dpo", "kto")
 _SEQUENCES = {"dpo": 2, "rm": 2}  # that a sample of a batch is made of; 1 elsewhere
-
-# (arguments, key, accepted value, fix) of stock options that use_kt would ignore or break on
-_REFUSED = (
-    ("model", "quantization_bit", None, "remove it and choose kt_config.format for the experts"),
-    ("model", "use_unsloth", False, "remove it"),
-    ("model", "mixture_of_depths", None, "remove it"),
-    ("model", "train_from_scratch", False, "remove it: the experts are frozen"),
-    ("model", "kt_weight_path", None, "use kt_config.packed_dir"),
-    ("model", "kt_expert_checkpoint_path", None, "remove it: model_name_or_path is read"),
-    ("model", "kt_non_expert_weight_path", None, "remove it: model_name_or_path is read"),
-    ("model", "kt_use_lora_experts", None, "remove it: name experts in lora_target"),
-    ("model", "kt_lora_expert_num", None, "remove it"),
-    ("model", "kt_lora_expert_intermediate_size", None, "remove it"),
-    ("finetuning", "pissa_init", False, "remove it"),
-    ("finetuning", "use_dora", False, "remove it"),
-    ("finetuning", "use_llama_pro", False, "remove it"),
-    ("finetuning", "use_galore", False, "remove it"),
-    ("finetuning", "use_apollo", False, "remove it"),
-    ("finetuning", "use_badam", False, "remove it"),
-    ("finetuning", "use_mca", False, "remove it"),
-    ("finetuning", "ref_model_quantization_bit", None, "remove it"),
-)  # fmt: skip
 
 
 def kt_config_of(model_args: Any) -> KTConfig:
@@ -151,12 +128,9 @@ def adapt_parser(module: Any) -> None:
 
     @functools.wraps(check)
     def check_extra_dependencies(model_args: Any, *args: Any, **kw: Any) -> None:
-        use_kt = model_args.use_kt
-        model_args.use_kt = False  # skips only the search for the kt-kernel and *-kt distributions
-        try:
+        # skips only the search for the kt-kernel and *-kt distributions
+        with stages.use_kt_is(model_args, False):
             check(model_args, *args, **kw)
-        finally:
-            model_args.use_kt = use_kt
 
     @functools.wraps(get_train_args)
     def checked_train_args(*args: Any, **kw: Any) -> Any:
@@ -184,7 +158,7 @@ def adapt_loader(module: Any) -> None:
         *args: Any,
         **kw: Any,
     ) -> Any:
-        if not model_args.use_kt:
+        if not model_args.use_kt and not stages.kt_run_is_hidden():
             return original(tokenizer, model_args, finetuning_args, is_trainable, *args, **kw)
         from transformers import PreTrainedModel
 
@@ -193,7 +167,9 @@ def adapt_loader(module: Any) -> None:
         config = kt_config_of(model_args)
         if model_args.device_map == "auto":  # computed as if the experts were on the devices
             model_args.device_map = {"": _device()}
-        with plugin.loading(config):
+        # `all` picks by class and leaf name, and in some families the router is a Linear
+        router = finetuning_args.lora_target != ["all"]
+        with plugin.loading(config, router=router), stages.use_kt_is(model_args, True):
             model = original(tokenizer, model_args, finetuning_args, is_trainable, *args, **kw)
         base = next(m for m in model.modules() if isinstance(m, PreTrainedModel))
         plugin.prepare(base, config)
@@ -205,7 +181,8 @@ def adapt_loader(module: Any) -> None:
 def adapt_tuner(module: Any) -> None:
     """use_kt runs get our callbacks, and their numbers a place in trainer_log.jsonl."""
     module.LogCallback = trainer_log.with_our_keys(module.LogCallback)
-    for stage in _STAGES:
+    module.run_sft = stages.without_asking(module.run_sft)
+    for stage in stages.STAGES:
         name = f"run_{stage}"
         setattr(module, name, _with_callback(vars(module)[name]))
 
@@ -245,15 +222,13 @@ def check_run(model_args: Any, training_args: Any, finetuning_args: Any) -> None
             f"finetuning_type={finetuning_args.finetuning_type} is not possible; "
             "set finetuning_type: lora"
         )
-    if finetuning_args.stage not in _STAGES:
+    stages.check(model_args, finetuning_args)
+    if config.lora_rank and model_args.adapter_name_or_path is not None:
         raise ValueError(
-            f"stage={finetuning_args.stage} is not supported with use_kt; use one of "
-            f"{', '.join(_STAGES)}"
+            f"kt_config: lora_rank={dict(config.lora_rank)} has no effect on the adapter that "
+            f"adapter_name_or_path={model_args.adapter_name_or_path[-1]} continues, whose ranks "
+            "are given; remove one of them"
         )
-    for kind, key, accepted, fix in _REFUSED:
-        value = vars({"model": model_args, "finetuning": finetuning_args}[kind]).get(key, accepted)
-        if value != accepted:
-            raise ValueError(f"{key}={value!r} is not supported with use_kt; {fix}")
     if finetuning_args.create_new_adapter and model_args.adapter_name_or_path is not None:
         raise ValueError(
             "create_new_adapter=True needs the old adapter merged into the packed experts, which "

@@ -41,7 +41,7 @@ from kt_core.adapter_format import (
     standard_tensors,
 )
 from kt_core.module import KTExpertsLinear
-from kt_sft import targets
+from kt_sft import groups, targets
 from kt_sft.lora import KTExpertsLoraLinear, check_supported
 
 log = logging.getLogger("kt")
@@ -302,7 +302,8 @@ def from_pretrained(
     """
     if has_experts(model) and config is None:
         config, _ = _read(model_id, model, kw)
-    return original(cls, model, model_id, adapter_name, is_trainable, config, **kw)
+    with groups.rules(groups.NewAdapters()):  # this one is not new
+        return original(cls, model, model_id, adapter_name, is_trainable, config, **kw)
 
 
 def load_adapter(
@@ -335,7 +336,8 @@ def load_adapter(
     config, data = _read(model_id, self.get_base_model(), kw)
     if adapter_name not in self.peft_config:
         config.inference_mode = not is_trainable
-        self.add_adapter(adapter_name, config, low_cpu_mem_usage=low_cpu_mem_usage)
+        with groups.rules(groups.NewAdapters()):  # this one is not new
+            self.add_adapter(adapter_name, config, low_cpu_mem_usage=low_cpu_mem_usage)
     state = _native(data)
     _check_places(self, adapter_name, state, os.fspath(model_id))
     result = set_peft_model_state_dict(
@@ -376,7 +378,7 @@ def _read(
     else:
         tensors = load_peft_weights(os.fspath(model_id), device="cpu", **hub)
         data = parse_adapter(tensors, config.to_dict(), {}, hidden=hidden, where=str(model_id))
-    for key, value in training_config(data).items():
+    for key, value in training_config(data, set(_linear_paths(base))).items():
         setattr(config, key, value)
     paths = {n.removesuffix(".base_layer") for n, _ in base.named_modules()}
     if lost := [p for p in (*data.experts, *data.dense) if p not in paths]:

@@ -17,7 +17,7 @@ from torch import nn
 
 from kt_core import hf
 from kt_core.module import KTExpertsLinear
-from kt_sft import autograd, dist
+from kt_sft import autograd, dist, groups
 from kt_sft.checkpointing import retain_experts
 from kt_sft.config import KTConfig
 
@@ -135,13 +135,19 @@ def load_settings(config: KTConfig) -> hf.LoadSettings:
 
 
 @contextmanager
-def loading(config: KTConfig) -> Iterator[None]:
+def loading(config: KTConfig, *, router: bool = True) -> Iterator[None]:
     """Inside it, `from_pretrained` of a causal language model puts the experts into CPU memory,
-    ready for training, one copy per host. Collective: every rank of a run loads the model.
+    ready for training, one copy per host, and new adapters get the ranks of `config`; for `router`
+    see NewAdapters. Collective: every rank of a run loads the model.
     """
     install()
     settings = load_settings(config)
-    with dist.host_of_run() as host, hf.experts_on_cpu(dataclasses.replace(settings, host=host)):
+    new = groups.NewAdapters(config.lora_rank or {}, router)
+    with (
+        dist.host_of_run() as host,
+        hf.experts_on_cpu(dataclasses.replace(settings, host=host)),
+        groups.rules(new),
+    ):
         yield
 
 

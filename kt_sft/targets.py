@@ -1,10 +1,11 @@
 """From a LoraConfig's target names to the modules and expert projections they mean on a model with
 CPU experts.
 
-Expert projections are named gate_proj, up_proj, down_proj, or as the model's published checkpoints
-name them (Mixtral: w1, w3, w2), alone or behind a path; `experts` means all three; so does
-`all-linear`. Stock peft cannot match names below an experts module, so the config it sees names the
-experts modules, and a plan says which projections they get.
+Groups (attention, ...) are written out first, see groups.py. Expert projections are named
+gate_proj, up_proj, down_proj, or as the model's published checkpoints name them (Mixtral: w1, w3,
+w2), alone or behind a path; `experts` means all three; so does `all-linear`. Stock peft cannot
+match names below an experts module, so the config it sees names the experts modules, and a plan
+says which projections they get.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch import nn
 
 from kt_core.adapter_format import PROJECTION_KEYS, expert_names, pattern_value
 from kt_core.module import KTExpertsLinear
+from kt_sft import groups
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,12 @@ def resolve(config: LoraConfig, model: nn.Module, model_type: str) -> dict[int, 
     """
     experts = experts_of(model)
     names = expert_names(model_type)
+    groups.check_whole_modules(config, model)
+    _take_fused_parameters(config, model, experts)
+    groups.expand(config, model)
+    groups.check_dropout(config, model)
     chosen = _chosen(config, model, experts, names)
+    groups.set_ranks(config, _adapted(config, model, chosen))
     plans: dict[int, ExpertPlan] = {}
     for path, projections in chosen.items():
         rank, alpha = {}, {}
@@ -130,6 +137,63 @@ def _chosen(
                 f"{', '.join(leaves)}"
             )
     return chosen
+
+
+def _take_fused_parameters(
+    config: LoraConfig, model: nn.Module, experts: Mapping[str, KTExpertsLinear]
+) -> None:
+    """target_parameters of fused experts (gate_up_proj, down_proj), stock peft's way to name them,
+    become projections; others must be matrices of this model.
+    """
+    if not config.target_parameters:
+        return
+    if isinstance(config.target_modules, str):
+        raise ValueError(
+            f"target_parameters={config.target_parameters} beside the pattern "
+            f"target_modules={config.target_modules!r} is not supported with experts in CPU "
+            "memory; give target_modules as a list"
+        )
+    fused = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}
+    names = [n.replace(".base_layer", "") for n, p in model.named_parameters() if p.dim() == 2]
+    targets, rest = set(config.target_modules or ()), []
+    for target in config.target_parameters:
+        hits = {
+            f"{path}.{PROJECTION_KEYS[p]}"
+            for path in experts
+            for name, projections in fused.items()
+            if f"{path}.{name}" == target or f"{path}.{name}".endswith(f".{target}")
+            for p in projections
+        }
+        if not hits and not any(n == target or n.endswith(f".{target}") for n in names):
+            raise ValueError(
+                f"LoRA target parameter {target} matches no parameter of this model; correct or "
+                "remove it"
+            )
+        targets |= hits
+        if not hits:
+            rest.append(target)
+    config.target_modules, config.target_parameters = targets, rest or None
+
+
+def _adapted(
+    config: LoraConfig, model: nn.Module, chosen: Mapping[str, list[str]]
+) -> dict[str, list[str]]:
+    """What `config` adapts, by group: paths of modules, and of parameters."""
+    targets, parameters = config.target_modules, config.target_parameters or ()
+    found: dict[str, list[str]] = {}
+    for name, module in model.named_modules():
+        path = name.replace(".base_layer", "")
+        if isinstance(targets, str):
+            hit = targets == "all-linear" or re.fullmatch(targets, path) is not None
+        else:
+            hit = any(path == t or path.endswith(f".{t}") for t in targets or ())
+        if hit and isinstance(module, nn.Linear) and not _excluded(config, path):
+            found.setdefault(groups.group_of(path), []).append(path)
+    for path in parameters:
+        found.setdefault(groups.group_of(path), []).append(path)
+    if chosen:
+        found["experts"] = list(chosen)
+    return found
 
 
 def _excluded(config: LoraConfig, path: str) -> bool:
@@ -198,7 +262,6 @@ def _rewrite(config: LoraConfig, model: nn.Module, chosen: Mapping[str, list[str
         if any((n == t or n.endswith(f".{t}")) and n not in experts for n in paths)
     }
     config.target_modules = kept | suffixes
-    config.target_parameters = None
 
 
 def model_type_of(model: Any) -> str:

@@ -204,9 +204,9 @@ def test_an_adapter_of_another_model_changes_nothing(reference, tmp_path):
         assert torch.equal(cases.logits(model, ids), base)
     with pytest.raises(ValueError, match="where Qwen3MoeForCausalLM has no experts"):
         adapter.load_adapter(_stock(path), directory, "a")
-    dense = AdapterData(CONFIG, {}, {"model.layers.0.mlp.gate": _factors(1, R, H, out=E)})
-    with pytest.raises(ValueError, match=r"mlp\.gate, where Qwen3MoeForCausalLM has no linear"):
-        adapter.load_adapter(_stock(path), _write(tmp_path / "router", dense), "a")
+    dense = AdapterData(CONFIG, {}, {"model.layers.0.input_layernorm": _factors(1, R, H, out=E)})
+    with pytest.raises(ValueError, match=r"layernorm, where Qwen3MoeForCausalLM has no matrix"):
+        adapter.load_adapter(_stock(path), _write(tmp_path / "norm", dense), "a")
 
 
 # ------------------------------------------------------------------------------------ fused layouts

@@ -28,7 +28,10 @@ def unloaded(monkeypatch):
 REFUSED = {
     "full": ({"finetuning_type": "full"}, "finetuning_type=full is not possible; set .*: lora"),
     "freeze": ({"finetuning_type": "freeze"}, "finetuning_type=freeze is not possible"),
-    "stage": ({"stage": "ppo", "reward_model": "x"}, "stage=ppo is not supported with use_kt"),
+    "stage": (
+        {"stage": "ppo", "reward_model": "x"},
+        "stage=ppo is not supported with use_kt: .* needs trl <= 0.9.6",
+    ),
     "unknown key": ({"kt_config": {"fromat": "int8"}}, "unknown key fromat='int8'; .* format"),
     "bad value": ({"kt_config": {"format": "int3"}}, "format='int3' is not known; use one of"),
     "conflict": (

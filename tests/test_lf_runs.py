@@ -31,7 +31,8 @@ def test_the_command_that_users_type(root):
     losses = lf_cases.losses(out)
     assert len(losses) == 4 and losses[-1] < losses[0]
     printed = done.stdout + done.stderr
-    assert "kt: trainable parameters: 23,552 (attention 3,584, shared 0, experts 19,968" in printed
+    counts = "23,552 (attention 3,584, shared_experts 0, experts 19,968"
+    assert f"kt: trainable parameters: {counts}" in printed
     assert "kt: activation=retain: gradient checkpointing set to non-reentrant" in printed
     assert "kt: saved 23552 trained parameters in 28 tensors" in printed
     stats = json.loads((out / STATS_FILE).read_text())
@@ -161,38 +162,6 @@ def test_an_adapter_to_start_from(root):
     )
     assert read_adapter(more["output_dir"]).dropout == 0.1
     assert lf_cases.losses(more["output_dir"])[0] < lf_cases.losses(first["output_dir"])[0]
-
-
-def test_dpo_starts_without_preference(root, monkeypatch):
-    """F15: the reference is the model with its adapter off: step 0 has margin 0, loss log 2."""
-    changes = {"stage": "dpo", "dataset": "dpo", "pref_beta": 0.1, "gradient_accumulation_steps": 1}
-    args = lf_cases.arguments(root, "dpo", **changes)
-    lf_cases.run(args)
-    losses = lf_cases.losses(args["output_dir"])
-    assert abs(losses[0] - 0.693147) < 1e-6
-    assert losses[-1] < losses[0]
-    state = json.loads((Path(args["output_dir"]) / "trainer_state.json").read_text())
-    first, last = state["log_history"][0], state["log_history"][3]
-    assert first["rewards/chosen"] == first["rewards/rejected"] == first["rewards/margins"] == 0.0
-    assert last["rewards/margins"] > 0.0
-
-
-def test_dpo_from_a_tuned_adapter_with_a_frozen_copy_as_reference(root):
-    tuned = lf_cases.arguments(root, "tuned")
-    lf_cases.run(tuned)
-    args = lf_cases.arguments(
-        root,
-        "dpo2",
-        stage="dpo",
-        dataset="dpo",
-        gradient_accumulation_steps=1,
-        max_steps=1,
-        adapter_name_or_path=tuned["output_dir"],
-        ref_model=str(root / "model"),
-        ref_model_adapters=tuned["output_dir"],
-    )
-    lf_cases.run(args)
-    assert abs(lf_cases.losses(args["output_dir"])[0] - 0.693147) < 1e-6
 
 
 # ----------------------------------------------------------- F14: every key of kt_config does

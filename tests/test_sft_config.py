@@ -19,6 +19,7 @@ def test_defaults_and_every_key():
         "activation": "recompute",
         "packed_dir": "packed",
         "layer_major": True,
+        "lora_rank": {"experts": 4},
     }
     config = KTConfig.from_mapping(values)
     assert dataclasses.asdict(config) == values

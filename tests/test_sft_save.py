@@ -95,6 +95,11 @@ CASES = {
             "alpha_pattern": {"experts": 10, "o_proj": 1},
         },
     ),
+    "router": (
+        "qwen3_moe",
+        ["router", "experts", "q_proj"],
+        {"rank_pattern": {r"gate\.weight": 2}},
+    ),
     "down of other rank, rslora, dropout": (
         "deepseek_v3",
         "all-linear",

@@ -1,0 +1,100 @@
+"""What of LLaMA-Factory's stages and options a use_kt run can do, and the two places where its code
+asks `use_kt` only to refuse.
+
+run_sft refuses predict_with_generate and compute_accuracy for KTransformers' forks; both work with
+our experts. So run_sft is run with use_kt off, and load_model, which is ours, is told by
+`kt_run_is_hidden` that the models it loads belong to a use_kt run all the same.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+STAGES = ("pt", "sft", "rm", "dpo", "kto")
+
+# (arguments, key, accepted value, fix) of stock options that use_kt would ignore or break on
+_REFUSED = (
+    ("model", "quantization_bit", None, "remove it and choose kt_config.format for the experts"),
+    ("model", "use_unsloth", False, "remove it"),
+    ("model", "mixture_of_depths", None, "remove it"),
+    ("model", "train_from_scratch", False, "remove it: the experts are frozen"),
+    ("model", "kt_weight_path", None, "use kt_config.packed_dir"),
+    ("model", "kt_expert_checkpoint_path", None, "remove it: model_name_or_path is read"),
+    ("model", "kt_non_expert_weight_path", None, "remove it: model_name_or_path is read"),
+    ("model", "kt_use_lora_experts", None, "remove it: name experts in lora_target"),
+    ("model", "kt_lora_expert_num", None, "remove it"),
+    ("model", "kt_lora_expert_intermediate_size", None, "remove it"),
+    ("finetuning", "pissa_init", False, "remove it: experts are packed"),
+    ("finetuning", "use_dora", False, "remove it: experts are packed"),
+    ("finetuning", "use_llama_pro", False, "remove it"),
+    ("finetuning", "use_galore", False, "remove it"),
+    ("finetuning", "use_apollo", False, "remove it"),
+    ("finetuning", "use_badam", False, "remove it"),
+    ("finetuning", "use_mca", False, "remove it"),
+    ("finetuning", "ref_model_quantization_bit", None, "remove it"),
+)  # fmt: skip
+
+_hidden: ContextVar[bool] = ContextVar("kt_hidden", default=False)
+
+
+def check(model_args: Any, finetuning_args: Any) -> None:
+    """Raises ValueError, in one sentence, for a stage or an option that a use_kt run cannot do."""
+    if finetuning_args.stage == "ppo":
+        raise ValueError(
+            "stage=ppo is not supported with use_kt: LLaMA-Factory's own PPO needs trl <= 0.9.6, "
+            "which does not run with the transformers that this package needs; use stage: dpo or "
+            "kto"
+        )
+    if finetuning_args.stage not in STAGES:
+        raise ValueError(
+            f"stage={finetuning_args.stage} is not supported with use_kt; use one of "
+            f"{', '.join(STAGES)}"
+        )
+    for kind, key, accepted, fix in _REFUSED:
+        value = vars({"model": model_args, "finetuning": finetuning_args}[kind]).get(key, accepted)
+        if value != accepted:
+            raise ValueError(f"{key}={value!r} is not supported with use_kt; {fix}")
+    if "experts" in (finetuning_args.additional_target or ()):
+        raise ValueError(
+            "additional_target=experts asks for a trainable copy of all experts, which use_kt "
+            "keeps frozen; name experts in lora_target instead"
+        )
+
+
+def kt_run_is_hidden() -> bool:
+    """Whether the code that runs now belongs to a use_kt run whose model_args say otherwise."""
+    return _hidden.get()
+
+
+def without_asking(run: Callable[..., Any]) -> Callable[..., Any]:
+    """LLaMA-Factory's run_sft, for which predict_with_generate and compute_accuracy are not refused
+    in a use_kt run.
+    """
+
+    @functools.wraps(run)
+    def run_sft(model_args: Any, *args: Any) -> Any:
+        if not model_args.use_kt:
+            return run(model_args, *args)
+        with use_kt_is(model_args, False):
+            token = _hidden.set(True)
+            try:
+                return run(model_args, *args)
+            finally:
+                _hidden.reset(token)
+
+    return run_sft
+
+
+@contextmanager
+def use_kt_is(model_args: Any, value: bool) -> Iterator[None]:
+    """Inside it, model_args.use_kt is `value`."""
+    before = model_args.use_kt
+    model_args.use_kt = value
+    try:
+        yield
+    finally:
+        model_args.use_kt = before
