@@ -12,6 +12,9 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from kt_core.experts import PROJECTIONS
+from kt_core.module import KTExpertsLinear
+
 STEPS = 20
 # names that peft takes neither for fused experts nor for the router
 LEAVES = {"wg": "gate_proj", "wu": "up_proj", "wd": "down_proj"}
@@ -44,13 +47,12 @@ class Experts(nn.ModuleList):
         return out
 
 
-def _per_expert(path):
+def _per_expert(path, packed):
+    """The stock model in fp32 with the weights that `packed`, the experts of its layers, hold."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    for layer in model.model.layers:
-        fused = layer.mlp.experts
+    for layer, held in zip(model.model.layers, packed, strict=True):
         layer.mlp.experts = Experts(
-            Expert(*both.detach().chunk(2), down.detach())
-            for both, down in zip(fused.gate_up_proj, fused.down_proj, strict=True)
+            Expert(*(held.get(e, p) for p in PROJECTIONS)) for e in range(held.num_experts)
         )
     config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", *LEAVES])
     return get_peft_model(model, config)
@@ -81,17 +83,33 @@ def _losses(model):
     return losses
 
 
-@pytest.mark.parametrize(("engine", "bar"), [("reference", 1e-5), ("kernels", 5e-3)])
-def test_twenty_steps(engine, bar, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("engine", "format", "bar"),
+    [
+        ("reference", "bf16", 1e-5),
+        ("kernels", "bf16", 5e-3),
+        ("kernels", "int8", 5e-3),
+        ("kernels", "int4", 5e-3),
+    ],
+)
+def test_twenty_steps(engine, format, bar, tmp_path, monkeypatch):
+    """The reference's experts have the weights that ours hold: of int8 and int4, what comes out of
+    the codes; bf16 ones are those of the checkpoint.
+    """
     cases.use(engine, monkeypatch)
     path = cases.models.build("qwen3_moe", tmp_path / "model", dtype=torch.bfloat16)
-    ours = cases.adapted(cases.load(path), ["q_proj", "v_proj", "experts"], b=0.0)
-    reference = _per_expert(path)
+    model = cases.load(path, format=format)
+    packed = [m.experts for m in model.modules() if isinstance(m, KTExpertsLinear)]
+    fused = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).model.layers[0]
+    exact = torch.equal(packed[0].get(0, "down"), fused.mlp.experts.down_proj[0])
+    assert exact == (format == "bf16")
+    ours = cases.adapted(model, ["q_proj", "v_proj", "experts"], b=0.0)
+    reference = _per_expert(path, packed)
     _copy_factors(ours, reference)
     assert sum(p.numel() for p in cases.trained(ours).values()) == sum(
         p.numel() for p in cases.trained(reference).values()
     )
     got, want = _losses(ours), _losses(reference)
-    assert want[-1] < 0.8 * want[0]
+    assert want[-1] < 0.8 * want[0] and got[-1] < 0.8 * got[0]
     for a, b in zip(got, want, strict=True):
         assert abs(a - b) <= bar * b, (got, want)
