@@ -7,8 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import lf_cases
+import models
 import pytest
 import yaml
+
+from kt_core.adapter_format import read_adapter
+from kt_sft.stages import STAGES
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPES = sorted((ROOT / "examples").glob("*.yaml"))
@@ -18,17 +23,18 @@ DATA = ROOT / "examples" / "data"
 PARSE = """
 import sys, yaml
 from llamafactory.hparams import get_train_args
-settings = yaml.safe_load(open(sys.argv[1]))
-settings.update(use_cpu=True, output_dir=sys.argv[2])
-settings.update(yaml.safe_load(sys.argv[3]))
-model, data, training, tuning, _ = get_train_args(settings)
-print("parsed", model.use_kt, tuning.stage, tuning.lora_target)
+for recipe in sys.argv[3:]:
+    settings = yaml.safe_load(open(recipe))
+    settings.update(use_cpu=True, output_dir=sys.argv[1])
+    settings.update(yaml.safe_load(sys.argv[2]))
+    model, data, training, tuning, _ = get_train_args(settings)
+    print("parsed", model.use_kt, tuning.stage, tuning.lora_target)
 """
 
 
-def parse(recipe: Path, out: Path, extra: dict) -> subprocess.CompletedProcess:
+def parse(out: Path, extra: dict, *recipes: Path) -> subprocess.CompletedProcess:
     return subprocess.run(
-        [sys.executable, "-c", PARSE, recipe, out, json.dumps(extra)],
+        [sys.executable, "-c", PARSE, out, json.dumps(extra), *recipes],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         text=True,
@@ -38,16 +44,16 @@ def parse(recipe: Path, out: Path, extra: dict) -> subprocess.CompletedProcess:
     )
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
-def test_llamafactory_accepts_the_recipe(recipe: Path, tmp_path: Path) -> None:
-    done = parse(recipe, tmp_path / "out", {})
+def test_llamafactory_accepts_the_recipes(tmp_path: Path) -> None:
+    done = parse(tmp_path / "out", {}, *RECIPES)
     assert done.returncode == 0, done.stderr[-2000:]
-    stage = yaml.safe_load(recipe.read_text())["stage"]
-    assert f"parsed True {stage} ['all']" in done.stdout
+    stages = [yaml.safe_load(recipe.read_text())["stage"] for recipe in RECIPES]
+    printed = [line for line in done.stdout.splitlines() if line.startswith("parsed")]
+    assert printed == [f"parsed True {stage} ['all']" for stage in stages]
 
 
 def test_a_misspelt_setting_is_refused(tmp_path: Path) -> None:
-    done = parse(RECIPES[0], tmp_path / "out", {"kt_config": {"formt": "int8"}})
+    done = parse(tmp_path / "out", {"kt_config": {"formt": "int8"}}, RECIPES[0])
     assert done.returncode != 0
     assert "formt" in done.stderr
 
@@ -58,16 +64,57 @@ def test_the_recipe_has_its_data(recipe: Path) -> None:
     listed = json.loads((ROOT / settings["dataset_dir"] / "dataset_info.json").read_text())
     for name in settings["dataset"].split(","):
         entry = listed[name]
-        records = json.loads((ROOT / settings["dataset_dir"] / entry["file_name"]).read_text())
-        wanted = {"instruction", "chosen", "rejected"}
-        if settings["stage"] == "sft":
-            wanted = {"instruction", "output"}
-        else:
-            assert entry["ranking"] is True
+        text = (ROOT / settings["dataset_dir"] / entry["file_name"]).read_text()
+        if settings["stage"] == "pt":
+            assert len(text) > 1000
+            continue
+        records = json.loads(text)
+        assert entry.get("ranking", False) is (settings["stage"] in ("rm", "dpo"))
+        wanted = {
+            "sft": {"instruction", "output"},
+            "kto": {"instruction", "output", "good"},
+        }.get(settings["stage"], {"instruction", "chosen", "rejected"})
         assert records
         for record in records:
             assert wanted <= record.keys()
-            assert all(record[key] for key in wanted)
+            assert all(record[key] for key in wanted - {"good"})
+        if settings["stage"] == "kto":
+            assert {record["good"] for record in records} == {True, False}
+
+
+def test_every_stage_has_its_recipe() -> None:
+    assert {yaml.safe_load(recipe.read_text())["stage"] for recipe in RECIPES} == set(STAGES)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory) -> Path:
+    return models.build(
+        "qwen3_moe", tmp_path_factory.mktemp("tiny"), tokenizer=True, vocab_size=300
+    )
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_the_recipe_runs(recipe: Path, tiny: Path, tmp_path: Path, monkeypatch) -> None:
+    """Two steps of the recipe as it is, with a tiny model and short records."""
+    monkeypatch.chdir(ROOT)
+    settings = yaml.safe_load(recipe.read_text())
+    small = {
+        "model_name_or_path": str(tiny),
+        "template": "chatml",
+        "output_dir": str(tmp_path / "out"),
+        "use_cpu": True,
+        "max_steps": 2,
+        "max_samples": 8,
+        "cutoff_len": 64,
+        "preprocessing_num_workers": None,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 1,
+    }
+    lf_cases.run({k: v for k, v in (settings | small).items() if v is not None})
+    assert len(lf_cases.losses(tmp_path / "out")) == 2
+    assert read_adapter(tmp_path / "out").projections == ["gate", "up", "down"]
+    head = tmp_path / "out" / "value_head.safetensors"
+    assert head.exists() is (settings["stage"] == "rm")
 
 
 def test_held_out_questions_are_not_trained() -> None:
