@@ -101,9 +101,8 @@ class Experts:
         self.nbytes = int(self._layer.nbytes)
         self._buffer = _kt.Arena(self.nbytes) if buffer is None else buffer
         self._layer.attach(self._buffer)
-        if buffer is None and slices > 1:
-            self._layer.bind_slices()
-            runtime.log_refusals()
+        if buffer is None:
+            self.bind_slices()
         self._to_fill = {(e, p) for e in range(num_experts) for p in range(3)}
 
     @staticmethod
@@ -155,6 +154,20 @@ class Experts:
         )
         layer._to_fill.clear()
         return layer
+
+    def bind_slices(self) -> None:
+        """Have the pages of every slice come from the NUMA node that will compute with it.
+
+        Acts on pages that nobody has touched, of private memory or a memfd; on one node on none.
+        """
+        if self.slices > 1:
+            self._layer.bind_slices()
+            runtime.log_refusals()
+
+    def put_packed(self, packed: memoryview) -> None:
+        """Copy a layer's complete packed bytes, as another one of the same sizes gave them."""
+        memoryview(self._buffer).cast("B")[: self.nbytes] = packed.cast("B")
+        self._to_fill.clear()
 
     def put(self, expert: int, projection: str, weight: Tensor) -> None:
         """Pack one matrix: gate/up ``[I, H]``, down ``[H, I]``, bf16, fp16 or fp32 on CPU.

@@ -46,8 +46,9 @@ _KNOWN_CONVERSIONS = {"MergeModulelist", "Concatenate", "Transpose", "Force16Byt
 @dataclass(frozen=True)
 class LoadSettings:
     """How experts are kept: weight format, weights per scale (None: the format's default), worker
-    threads (None: all allowed CPUs), NUMA nodes, a directory for the packed file (None: packed into
-    anonymous memory), the runner of the modules, and the processes of this host that load together.
+    threads (None: all allowed CPUs), NUMA nodes (None: those there are), a directory for the packed
+    file (None: packed into anonymous memory), the runner of the modules, and the processes of this
+    host that load together.
     """
 
     format: str = "int8"
@@ -65,12 +66,6 @@ class LoadSettings:
         if self.group is not None and self.weights_per_scale != self.group:
             raise ValueError(
                 f"group {self.group} has no meaning for format {self.format}; remove it"
-            )
-        if self.numa_nodes not in (None, 1):
-            raise ValueError(
-                f"numa_nodes {self.numa_nodes} is not supported: this version keeps one copy of "
-                "the experts on one "
-                "node; remove the key or set it to 1"
             )
 
     @property
@@ -188,6 +183,7 @@ def _load_pretrained_model(
     layouts = _layouts(model)
     host = settings.host
     with host.step("dividing the CPUs", everywhere=True):
+        runtime.set_numa_nodes(1)  # what an earlier load chose must not limit the threads
         host.use_threads(settings.threads)
     source_name = str(load_config.pretrained_model_name_or_path)
     source = checkpoint.Source([Path(file) for file in checkpoint_files])
@@ -204,8 +200,7 @@ def _load_pretrained_model(
         other_bytes=_other_bytes(model, layouts, load_config.device_map),
         # Under FSDP with cpu_ram_efficient_loading only the first process of a machine holds them.
         copies=1 if is_fsdp_enabled() else host.size,
-        format=settings.format,
-        group=settings.weights_per_scale,
+        format=packing.Format(settings.format, settings.weights_per_scale, settings.numa_nodes),
         packed_dir=settings.packed_dir,
         host=host,
     )

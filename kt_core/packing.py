@@ -9,20 +9,31 @@ one packed layer. Of several processes of a host, the first reads and packs; the
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import distributed
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from kt_core import checkpoint, experts, memory, shared, store
+from kt_core import checkpoint, experts, memory, numa, runtime, shared, store
 from kt_core.host import Host
 from kt_core.layout import ExpertsLayout
 
 log = logging.getLogger("kt")
 
 Parts = Mapping[str, list[checkpoint.Part]]
+
+
+@dataclass(frozen=True)
+class Format:
+    """How experts are kept: the weight format, weights per scale (0: none), the setting of
+    numa_nodes (None: as found)."""
+
+    name: str
+    group: int
+    numa_nodes: int | None = None
 
 
 def pack(
@@ -33,8 +44,7 @@ def pack(
     model: str,
     other_bytes: int,
     copies: int,
-    format: str,
-    group: int,
+    format: Format,
     packed_dir: str | Path | None,
     host: Host,
 ) -> dict[str, experts.Experts]:
@@ -45,20 +55,36 @@ def pack(
     each. packed_dir: where the packed file is, or is made. host: the processes that load together.
     Raises ValueError, FileNotFoundError, OSError or MemoryError, in one sentence, on all of them.
     """
-    sizes = {x.name: experts.Experts.packed_nbytes(*x.shape, format, group) for x in layouts}
+    file = None
+    if packed_dir is not None:
+        file = Path(packed_dir) / store.filename(_model_id(model), format.name, format.group)
+    slices = _spread(layouts, format, file, host)
+    # Pages of a file lie where they were first read, and cannot be bound to a node.
+    copied = file is not None and host.from_first("packing experts", runtime.numa_nodes() > 1)
+    sizes = {
+        x.name: experts.Experts.packed_nbytes(*x.shape, format.name, format.group, slices)
+        for x in layouts
+    }
     part = max(4 * x.hidden * x.intermediate for x in layouts)  # unpacked, fp32 at most
     plan = memory.MemoryPlan(
         experts=sum(sizes.values()),
         other=other_bytes,
-        staging=part + (max(sizes.values()) if packed_dir else 0),
-        mapped=sum(file.stat().st_size for file in source.files),
+        staging=part + (max(sizes.values()) if file else 0),
+        mapped=sum(file.stat().st_size for file in source.files)
+        + (sum(sizes.values()) if copied else 0),
         copies=copies,
     )
     with host.step("comparing the memory they need with what is there", everywhere=True):
         # before headers: opening a file maps it
         memory.check(plan, memory.limits(), model)
-    options = {
-        x.name: {"format": format, "group": group, "activation": x.activation, "name": x.name}
+    options: dict[str, dict[str, Any]] = {
+        x.name: {
+            "format": format.name,
+            "group": format.group,
+            "activation": x.activation,
+            "slices": slices,
+            "name": x.name,
+        }
         for x in layouts
     }
     with host.step("packing experts on every host", everywhere=True):
@@ -66,26 +92,56 @@ def pack(
         with host.step("reading the checkpoint's headers"):
             if host.rank == 0:
                 parts = checkpoint.collect(source, want)
-        if packed_dir is not None:
-            packed = _through_file(
-                Path(packed_dir), model, format, group, layouts, sizes, parts, options, host
-            )
-        elif host.size > 1:
-            packed = _in_shared_memory(layouts, sizes, parts, options, host)
+        views: Mapping[str, memoryview] = {}
+        if file is not None:
+            identity = _identity(model, format, slices, layouts, sizes, parts, host)
+            views = _through_file(file, identity, layouts, parts, options, host)
+        if file is not None and not copied:
+            packed = {
+                x.name: experts.Experts.from_packed(
+                    *x.shape, buffer=views[x.name], **options[x.name]
+                )
+                for x in layouts
+            }
         else:
-            packed = {}
-            with _progress("Packing experts", _stored_bytes(parts)) as bar:
-                for layout in layouts:
-                    packed[layout.name] = _pack_layer(layout, parts, options, bar)
+            packed = _in_memory(layouts, sizes, parts, views, options, host)
     log.info(
-        "%s: %d layers of experts, %s bytes as %s%s",
+        "%s: %d layers of experts, %s bytes as %s%s%s",
         model,
         len(layouts),
         f"{plan.experts:,}",
-        format,
+        format.name,
         f", one copy for {host.size} processes" if host.size > 1 else "",
+        f", on {runtime.numa_nodes()} NUMA nodes" if runtime.numa_nodes() > 1 else "",
     )
     return packed
+
+
+def _spread(layouts: Sequence[ExpertsLayout], format: Format, file: Path | None, host: Host) -> int:
+    """Spreads this process over NUMA nodes; returns the slices of the experts."""
+    slices = 0
+    with host.step("dividing experts among NUMA nodes", everywhere=True):
+        if host.rank == 0:
+            most = min(
+                experts.Experts.max_slices(x.intermediate, format.name, format.group)
+                for x in layouts
+            )
+            exists = file is not None and file.exists()
+            in_file = store.slices_in(file) if file is not None and exists else None
+            slices = numa.slices_for(format.numa_nodes, most, file if exists else None, in_file)
+    slices = host.from_first("dividing experts among NUMA nodes", slices)
+    with host.step("spreading threads over NUMA nodes", everywhere=True):
+        numa.spread(format.numa_nodes, slices)
+    return slices
+
+
+def _empty_layer(
+    layout: ExpertsLayout, options: Mapping[str, dict[str, Any]], buffer: Any
+) -> experts.Experts:
+    layer = experts.Experts(*layout.shape, buffer=buffer, **options[layout.name])
+    if buffer is not None:
+        layer.bind_slices()
+    return layer
 
 
 def _pack_layer(
@@ -95,16 +151,46 @@ def _pack_layer(
     bar: tqdm,
     buffer: Any = None,
 ) -> experts.Experts:
-    layer = experts.Experts(*layout.shape, buffer=buffer, **options[layout.name])
+    layer = _empty_layer(layout, options, buffer)
     checkpoint.fill(layer, parts[layout.name], bar.update)
     return layer
+
+
+def _copy_layer(
+    layout: ExpertsLayout, view: memoryview, options: Mapping[str, dict[str, Any]], buffer: Any
+) -> experts.Experts:
+    layer = _empty_layer(layout, options, buffer)
+    layer.put_packed(view)
+    return layer
+
+
+def _in_memory(
+    layouts: Sequence[ExpertsLayout],
+    sizes: Mapping[str, int],
+    parts: Parts,
+    views: Mapping[str, memoryview],
+    options: Mapping[str, dict[str, Any]],
+    host: Host,
+) -> dict[str, experts.Experts]:
+    """Layers packed from the checkpoint or, where there are `views`, copied from the packed file:
+    in memory of this process or of all processes of the host."""
+    with _progress("Packing experts", 0 if views else _stored_bytes(parts)) as bar:
+
+        def make(layout: ExpertsLayout, buffer: Any = None) -> experts.Experts:
+            if views:
+                return _copy_layer(layout, views[layout.name], options, buffer)
+            return _pack_layer(layout, parts, options, bar, buffer)
+
+        if host.size > 1:
+            return _in_shared_memory(layouts, sizes, options, make, host)
+        return {layout.name: make(layout) for layout in layouts}
 
 
 def _in_shared_memory(
     layouts: Sequence[ExpertsLayout],
     sizes: Mapping[str, int],
-    parts: Parts,
     options: Mapping[str, dict[str, Any]],
+    make: Callable[[ExpertsLayout, Any], experts.Experts],
     host: Host,
 ) -> dict[str, experts.Experts]:
     memory_of_host: shared.SharedLayers | None = None
@@ -112,12 +198,11 @@ def _in_shared_memory(
         if host.rank == 0:
             memory_of_host = shared.SharedLayers([sizes[x.name] for x in layouts])
     try:
-        with _progress("Packing experts", _stored_bytes(parts)) as bar:
-            for number, layout in enumerate(layouts):
-                # One wait a layer: however large the model, no wait is long.
-                with host.step(f"packing {layout.name}"):
-                    if memory_of_host is not None:
-                        _pack_layer(layout, parts, options, bar, memory_of_host.writable(number))
+        for number, layout in enumerate(layouts):
+            # One wait a layer: however large the model, no wait is long.
+            with host.step(f"packing {layout.name}"):
+                if memory_of_host is not None:
+                    make(layout, memory_of_host.writable(number))
         with host.step("mapping the packed experts"):
             if memory_of_host is not None:
                 memory_of_host.seal()
@@ -134,35 +219,48 @@ def _in_shared_memory(
     }
 
 
-def _through_file(
-    directory: Path,
+def _identity(
     model: str,
-    format: str,
-    group: int,
+    format: Format,
+    slices: int,
     layouts: Sequence[ExpertsLayout],
     sizes: Mapping[str, int],
     parts: Parts,
-    options: Mapping[str, dict[str, Any]],
     host: Host,
-) -> dict[str, experts.Experts]:
+) -> store.Identity:
+    """What the packed file must match; the host's first process has seen the checkpoint."""
     identity: store.Identity | None = None
-    with host.step(f"packing experts into {directory}"):
+    with host.step("comparing the checkpoint with the packed file"):
         if host.rank == 0:
             identity = store.Identity(
                 model=_model_id(model),
                 source=checkpoint.fingerprint(
                     [part.file for layer in parts.values() for part in layer]
                 ),
-                format=format,
-                group=group,
+                format=format.name,
+                group=format.group,
                 layers=tuple(
                     store.Layer(x.name, *x.shape, x.activation, sizes[x.name]) for x in layouts
                 ),
+                slices=slices,
             )
-            _create_file(directory / identity.filename, identity, layouts, parts, options)
-    identity = host.from_first(f"packing experts into {directory}", identity)
+    identity = host.from_first("comparing the checkpoint with the packed file", identity)
     assert identity is not None
-    path = directory / identity.filename
+    return identity
+
+
+def _through_file(
+    path: Path,
+    identity: store.Identity,
+    layouts: Sequence[ExpertsLayout],
+    parts: Parts,
+    options: Mapping[str, dict[str, Any]],
+    host: Host,
+) -> dict[str, memoryview]:
+    """The packed bytes of every layer, mapped from the file, which is made if it is not there."""
+    with host.step(f"packing experts into {path.parent}"):
+        if host.rank == 0:
+            _create_file(path, identity, layouts, parts, options)
     with host.step(f"checking {path}"):
         if host.rank == 0:  # the others trust what it has read
             size = sum(x.nbytes for x in identity.layers)
@@ -171,10 +269,7 @@ def _through_file(
     with host.step(f"mapping {path}"):
         if host.rank > 0:
             views = store.open_packed(path, identity, verify=False)
-    return {
-        x.name: experts.Experts.from_packed(*x.shape, buffer=views[x.name], **options[x.name])
-        for x in layouts
-    }
+    return views
 
 
 def _create_file(

@@ -94,7 +94,8 @@ def check_numa_nodes(n: int) -> None:
 def set_numa_nodes(n: int) -> None:
     """Spread threads, and the experts that are packed from now on, over this many NUMA nodes.
 
-    Above 1, threads run on the CPUs of their node only; the caller's thread is left alone.
+    Above 1, threads run on the CPUs of their node only; the caller's thread is left alone. It holds
+    for all experts of this process: layers with fewer slices run as on one node.
 
     Raises:
         ValueError: below 1, above :func:`available_numa_nodes`, or above :func:`threads`.

@@ -5,13 +5,14 @@ process of a host.
     8   u32 LE    version
     12  u32 LE    length of the JSON header
     16  u32 LE    CRC-32 of the JSON header
-    20            JSON header: model, source fingerprint, format, group, layers
+    20            JSON header: model, source fingerprint, format, group, slices, layers
     ...           layers, each at a multiple of 4096 bytes, as `Experts.packed()` gave them
 
 The layers are independent of the machine's instruction set, so a file may be copied between
 machines. It is written under a temporary name and renamed when complete, so a file that exists is
 whole; it is nevertheless checked (size, and CRC-32 of every layer, which also brings the pages into
-memory) each time it is opened. `VERSION` changes whenever the packed layout does.
+memory) each time it is opened. `VERSION` changes whenever the packed layout does; version 1 knew no
+slices and is read as having one.
 """
 
 from __future__ import annotations
@@ -27,9 +28,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, BinaryIO
 
 MAGIC = b"KTPACKED"
-VERSION = 1
+VERSION = 2
+_ONE_SLICE = 1  # the version that knew no slices
 # A page, so that every layer can be mapped alone; also a multiple of the 64-byte lines the kernels
 # read.
 ALIGN = 4096
@@ -63,11 +66,17 @@ class Identity:
     format: str
     group: int
     layers: tuple[Layer, ...]
+    slices: int = 1
 
     @property
     def filename(self) -> str:
         """The file's name inside a packed_dir."""
-        return f"{self.model}-{self.format}-g{self.group}.kt"
+        return filename(self.model, self.format, self.group)
+
+
+def filename(model: str, format: str, group: int) -> str:
+    """The name of a packed file inside a packed_dir, whatever its slices."""
+    return f"{model}-{format}-g{group}.kt"
 
 
 class PackedWriter:
@@ -140,18 +149,9 @@ def open_packed(
     differs and the fix.
     """
     with open(path, "rb") as stream:
-        fixed = stream.read(_FIXED.size)
-        if len(fixed) < _FIXED.size or fixed[:8] != MAGIC:
-            raise _refuse(path, "is not a packed expert file")
-        _, version, length, crc = _FIXED.unpack(fixed)
-        if version != VERSION:
-            raise _refuse(path, f"has version {version}, this program reads version {VERSION}")
-        text = stream.read(length)
-        if len(text) != length or zlib.crc32(text) != crc:
-            raise _refuse(path, "has a damaged header (checksum differs)")
-        header = json.loads(text)
+        header, length = _read_header(path, stream)
         _compare(path, header, identity)
-        offsets, size = _offsets(_FIXED.size + length, identity.layers)
+        offsets, size = _offsets(length, identity.layers)
         actual = os.fstat(stream.fileno()).st_size
         if actual != size:
             raise _refuse(path, f"is {actual:,} bytes long instead of {size:,}")
@@ -163,6 +163,12 @@ def open_packed(
             raise _refuse(path, f"has a damaged layer {layer.name} (checksum differs)")
         views[layer.name] = view
     return views
+
+
+def slices_in(path: Path) -> int:
+    """The slices of a packed file's experts. Raises ValueError as `open_packed` does."""
+    with open(path, "rb") as stream:
+        return int(_read_header(path, stream)[0]["slices"])
 
 
 @contextmanager
@@ -185,6 +191,23 @@ def creation_lock(path: Path) -> Iterator[None]:
         yield
 
 
+def _read_header(path: Path, stream: BinaryIO) -> tuple[dict[str, Any], int]:
+    """The JSON header, and the bytes up to its end."""
+    fixed = stream.read(_FIXED.size)
+    if len(fixed) < _FIXED.size or fixed[:8] != MAGIC:
+        raise _refuse(path, "is not a packed expert file")
+    _, version, length, crc = _FIXED.unpack(fixed)
+    if version not in (VERSION, _ONE_SLICE):
+        raise _refuse(path, f"has version {version}, this program reads version {VERSION}")
+    text = stream.read(length)
+    if len(text) != length or zlib.crc32(text) != crc:
+        raise _refuse(path, "has a damaged header (checksum differs)")
+    header = json.loads(text)
+    if version == _ONE_SLICE:
+        header["slices"] = 1
+    return header, _FIXED.size + length
+
+
 def _compare(path: Path, header: Mapping[str, object], identity: Identity) -> None:
     for key, value in (
         ("model", identity.model),
@@ -195,6 +218,8 @@ def _compare(path: Path, header: Mapping[str, object], identity: Identity) -> No
             raise _refuse(path, f"was packed with {key} {header[key]!r}, not {value!r}")
     if header["layers"] != [asdict(layer) for layer in identity.layers]:
         raise _refuse(path, "holds layers of other names, shapes or activation than the model's")
+    if header["slices"] != identity.slices:
+        raise _refuse(path, f"is cut into {header['slices']} slices, not {identity.slices}")
     if header["source"] != identity.source:
         raise _refuse(path, f"was packed from another checkpoint than the one of {identity.model}")
 

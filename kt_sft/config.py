@@ -31,7 +31,7 @@ class KTConfig:
                    channel; None takes the format's default (int8 128, int4 32); bf16 has no scales
                    and takes no group
     threads        worker threads of the kernels; None: this process's share of the CPUs
-    numa_nodes     NUMA nodes the weights are spread over; None: as found
+    numa_nodes     NUMA nodes that weights and threads are spread over; None: as found
     activation     retain: gate and up pre-activations are kept for backward; recompute: nothing is
                    kept
     packed_dir     directory of packed expert files, reused by the next run; None: experts are
@@ -72,6 +72,11 @@ class KTConfig:
             _whole("threads", self.threads, least=1)
         if self.numa_nodes is not None:
             _whole("numa_nodes", self.numa_nodes, least=1)
+            if self.threads is not None and self.threads < self.numa_nodes:
+                raise ValueError(
+                    f"kt_config: numa_nodes={self.numa_nodes} needs a thread for every node, but "
+                    f"threads={self.threads}; raise threads or lower numa_nodes"
+                )
         if self.packed_dir is not None and (
             not isinstance(self.packed_dir, str) or not self.packed_dir
         ):

@@ -14,7 +14,7 @@ import torch
 import transformers
 from torch import distributed
 
-from kt_core import checkpoint, runtime
+from kt_core import _kt, checkpoint, runtime
 from kt_core import memory as kt_memory
 from kt_core.experts import Experts
 from kt_core.module import KTExpertsLinear
@@ -60,6 +60,7 @@ def load(patch, path, hosts=None, **config):
         "read only": all(layer.packed().readonly for layer in layers),
         "shared mappings": len(shared),
         "threads": runtime.threads(),
+        "slices": [layer.slices for layer in layers],
         "logits": cases.logits(model, cases.token_ids()),
     }
 
@@ -127,3 +128,15 @@ def memory(patch, path, without, **config):
         size = sum(e.nbytes for e in experts_of(model))
         del model
     return found["with"], found["without"], size
+
+
+def load_on_two_nodes(patch, path, packed_dir):
+    """Loads with this machine's node counting twice, each rank with a thread on both."""
+    patch.setattr(dist, "share_of_cpus", lambda me, ranks: runtime.allowed_cpus())
+    _kt.pretend_nodes(2)
+    try:
+        answer = load(patch, path, packed_dir=packed_dir, numa_nodes=2)
+        return answer | {"nodes": runtime.numa_nodes()}
+    finally:
+        _kt.set_nodes(1)
+        _kt.pretend_nodes(0)

@@ -1,10 +1,10 @@
 """Slow, exact stand-in for kt_core.experts.Experts: fp32 torch, one expert at a time.
  Proofs about the seams (loading, PEFT, checkpointing, FSDP2) are run once with this class in place
 of the kernels, so that a difference of 1e-6 is visible which int8 rounding would hide, and once
-with the kernels. It has the API of `kt_core.experts.Experts`, ignores `format` and `group` (weights
-are held in fp32 exactly as given), does not round activations to bf16, saves gate and up in fp32,
-and knows no dropout. The forward uses the very calls of transformers' eager experts, in the same
-order, so base logits in fp32 agree bit for bit.
+with the kernels. It has the API of `kt_core.experts.Experts`, ignores `format`, `group` and
+`slices` (weights are held in fp32 exactly as given), does not round activations to bf16, saves gate
+and up in fp32, and knows no dropout. The forward uses the very calls of transformers' eager
+experts, in the same order, so base logits in fp32 agree bit for bit.
  Install it with `slow_experts.patch(monkeypatch)`; every user looks `Experts` up in
 `kt_core.experts` at call time.
 """
@@ -50,6 +50,7 @@ class SlowExperts:
         format="int8",
         group=None,
         activation="silu",
+        slices=1,
         buffer=None,
         name="",
     ):
@@ -73,8 +74,15 @@ class SlowExperts:
         self.forwards = self.backwards = 0
 
     @staticmethod
-    def packed_nbytes(num_experts, hidden, intermediate, format, group) -> int:
+    def packed_nbytes(num_experts, hidden, intermediate, format, group, slices=1) -> int:
         return 4 * 3 * num_experts * hidden * intermediate
+
+    @staticmethod
+    def max_slices(intermediate, format, group) -> int:
+        return 8
+
+    def bind_slices(self) -> None:
+        pass
 
     @classmethod
     def from_packed(cls, num_experts, hidden, intermediate, *, buffer, **kw):

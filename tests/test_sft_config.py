@@ -45,6 +45,10 @@ def test_the_command_line_gives_json():
         ({"threads": "4"}, "threads='4' is not a whole number"),
         ({"threads": True}, "threads=True is not a whole number"),
         ({"numa_nodes": -1}, "numa_nodes=-1"),
+        (
+            {"numa_nodes": 4, "threads": 3},
+            "numa_nodes=4 needs a thread for every node, but threads=3",
+        ),
         ({"activation": "keep"}, "activation='keep' is not known; use one of retain, recompute"),
         ({"packed_dir": ""}, "packed_dir='' is not a directory name"),
         ({"layer_major": 1}, "layer_major=1 is neither true nor false"),

@@ -148,7 +148,7 @@ def test_other_version_is_refused(model, packed):
     blob = bytearray(packed.read_bytes())
     struct.pack_into("<I", blob, 8, 99)
     packed.write_bytes(blob)
-    with pytest.raises(ValueError, match=f"{packed} has version 99, this program reads version 1"):
+    with pytest.raises(ValueError, match=f"{packed} has version 99, this program reads version 2"):
         load(model, packed)
 
 

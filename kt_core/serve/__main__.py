@@ -59,6 +59,7 @@ def build(options: argparse.Namespace) -> FastAPI:
         format=options.format,
         group=options.group,
         threads=options.threads,
+        numa_nodes=options.numa_nodes,
         packed_dir=options.packed_dir,
     )
     for adapter_name, directory in adapters:
@@ -92,6 +93,7 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--format", default="int8", help="of the expert weights (default: int8)")
     out.add_argument("--group", type=int, help="weights per scale (default: the format's)")
     out.add_argument("--threads", type=int, help="for the experts (default: all allowed CPUs)")
+    out.add_argument("--numa-nodes", type=int, help="to spread over (default: those there are)")
     out.add_argument("--packed-dir", type=Path, help="keep packed experts here for the next start")
     out.add_argument("--context-length", type=int, help="in tokens (default: the model's)")
     out.add_argument("--max-waiting", type=int, default=8, help="queued requests (default: 8)")
