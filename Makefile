@@ -38,7 +38,8 @@ lint: setup  ## ruff, mypy and clang-format, changing nothing
 bench: setup  ## time the expert kernels against the machine's roofs and transformers
 	$(BIN)/python bench/run.py
 
-bench-more: setup  ## a training layer's memory, the optimizer step, decode inside generate
+bench-more: setup  ## dispatch, a training layer's memory, the optimizer step, decode in generate
+	$(BIN)/python bench/dispatch.py
 	$(BIN)/python bench/memory.py
 	$(BIN)/python bench/optimizer.py
 	$(BIN)/python bench/generate.py
