@@ -24,7 +24,7 @@ from torch import Tensor
 
 from kt_core.experts import PROJECTIONS, Experts, Lora
 from kt_core.module import Runner
-from kt_sft import staging, tally
+from kt_sft import progress, staging, tally
 
 _next_handle = itertools.count(1)
 _by_handle: weakref.WeakValueDictionary[int, Experts] = weakref.WeakValueDictionary()
@@ -115,10 +115,12 @@ def experts_forward(
     CPU.
     """
     experts = _lookup(handle)
+    progress.enter(experts.name, "forward")
     hx, hi, hw, *factors = staging.to_host([_computable(x), top_k_index, top_k_weights, *lora])
     out, saved = experts.forward(
         hx, hi, hw, _lora(factors, projections, scaling, dropout, seed), save=save
     )
+    progress.leave(experts.name, "forward")
     kept = torch.empty(0) if saved is None else saved
     # Saved activations stay in CPU memory: they are read there again, and GPU memory is what we are
     # short of.
@@ -148,6 +150,7 @@ def experts_backward(
     One that is not needed is an empty tensor.
     """
     experts = _lookup(handle)
+    progress.enter(experts.name, "backward")
     hg, hx, hi, hw, *factors = staging.to_host(
         [_computable(grad_out), _computable(x), top_k_index, top_k_weights, *lora]
     )
@@ -163,6 +166,7 @@ def experts_backward(
         need_lora=need_lora,
     )
     tally.count_rows(experts, hi)
+    progress.leave(experts.name, "backward")
     names = _names(projections)
     results = [
         grads.dx,

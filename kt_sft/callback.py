@@ -84,7 +84,7 @@ class KTCallback(TrainerCallback):
         if self.checked:
             return
         self.checked = True
-        if args.deepspeed is None:
+        if args.deepspeed_plugin is None:  # DeepSpeed keeps gradients to itself
             check_gradients(kw["model"], overflow=args.fp16)
 
     def on_train_end(

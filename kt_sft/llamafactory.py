@@ -198,11 +198,15 @@ def _with_callback(run: Callable[..., Any]) -> Callable[..., Any]:
         if model_args.use_kt:
             from kt_sft.budget import Budget
             from kt_sft.callback import KTCallback
+            from kt_sft.resume import SafeStop
             from kt_sft.step_log import StepLog
+            from kt_sft.watch import PeerWatch, naming_lost_ranks
 
             per_row = args[0].cutoff_len * _SEQUENCES.get(args[2].stage, 1)
             budget = Budget(kt_config_of(model_args), per_row)
-            args[-1].extend([KTCallback(), StepLog(), budget])
+            args[-1].extend([KTCallback(), StepLog(), budget, PeerWatch(), SafeStop()])
+            with naming_lost_ranks():
+                return run(model_args, *args)
         return run(model_args, *args)
 
     return with_callback
@@ -353,9 +357,19 @@ def _check_unused(model_args: Any) -> None:
 def _check_resume(model_args: Any, training_args: Any) -> None:
     import accelerate
     from packaging.version import Version
+    from transformers.trainer_utils import get_last_checkpoint
+
+    from kt_sft import resume
 
     checkpoint = training_args.resume_from_checkpoint
-    if not checkpoint or not uses_fsdp(training_args):
+    if not checkpoint:
+        return
+    if checkpoint is True:  # the last of output_dir
+        checkpoint = get_last_checkpoint(training_args.output_dir)
+    if checkpoint is None:  # the Trainer refuses that
+        return
+    resume.check_resumable(checkpoint, training_args.world_size)
+    if not uses_fsdp(training_args):
         return
     if Version(accelerate.__version__) < Version("1.15") and not model_args.adapter_name_or_path:
         raise ValueError(

@@ -34,10 +34,14 @@ def install() -> None:
     from peft.tuners.lora import LoraModel
     from transformers import Trainer
 
-    from kt_sft import peft_io, step_log
+    from kt_sft import peft_io, resume, step_log
 
     hf.install()
     _wrap(Trainer, "log", step_log.log, ["self", "logs"])
+    _wrap(Trainer, "training_step", resume.training_step, ["self", "model", "inputs"])
+    _wrap(Trainer, "_maybe_log_save_evaluate", resume.after_step, ["self", "tr_loss"])
+    _wrap(Trainer, "save_model", resume.save_model, ["self", "output_dir", "_internal_call"])
+    _wrap(Trainer, "_save_checkpoint", resume.save_checkpoint, ["self", "model", "trial"])
     _wrap(LoraModel, "inject_adapter", peft_io.inject_adapter, ["self", "model", "adapter_name"])
     _wrap(
         peft.PeftModel,

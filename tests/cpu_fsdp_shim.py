@@ -11,8 +11,8 @@ from accelerate import state
 from accelerate.utils import DistributedType
 
 
-def apply() -> None:
-    """Patches AcceleratorState in this process."""
+def apply(patch) -> None:
+    """Patches AcceleratorState in this process, through a pytest.MonkeyPatch."""
     original = state.AcceleratorState.__init__
 
     def init(self, *args, fsdp_plugin=None, **kw):
@@ -24,4 +24,4 @@ def apply() -> None:
             self.fsdp_plugin = fsdp_plugin
             state.PartialState._shared_state["distributed_type"] = DistributedType.FSDP
 
-    state.AcceleratorState.__init__ = init
+    patch.setattr(state.AcceleratorState, "__init__", init)

@@ -17,10 +17,12 @@ from multiprocessing.connection import Connection
 
 import pytest
 import rank_cases
+import rank_train_cases
 import torch
 from accelerate.state import AcceleratorState
 from torch import distributed
 
+CASES = vars(rank_cases) | vars(rank_train_cases)
 TIMEOUT = timedelta(seconds=120)  # of collectives
 
 
@@ -45,7 +47,8 @@ def main() -> None:
         before = dict(os.environ)
         try:
             with pytest.MonkeyPatch.context() as patch:
-                answer = (True, getattr(rank_cases, case)(patch, **keywords))
+                function = CASES[case]
+                answer = (True, function(patch, **keywords))
         except BaseException:
             answer = (False, traceback.format_exc())
         os.environ.clear()

@@ -101,7 +101,7 @@ def test_a_target_that_matches_nothing(root):
 def test_resume_under_fsdp_with_an_accelerate_that_loses_tensors(root, monkeypatch):
     import accelerate
 
-    from kt_sft import llamafactory
+    from kt_sft import llamafactory, resume
 
     class Arguments:
         resume_from_checkpoint, fsdp, adapter_name_or_path = (
@@ -109,6 +109,9 @@ def test_resume_under_fsdp_with_an_accelerate_that_loses_tensors(root, monkeypat
             ["full_shard"],
             None,
         )
+        world_size = 2
+
+    monkeypatch.setattr(resume, "check_resumable", lambda checkpoint, world_size: None)
 
     llamafactory._check_resume(Arguments, Arguments)
     monkeypatch.setattr(accelerate, "__version__", "1.14.0")

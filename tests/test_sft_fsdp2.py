@@ -1,49 +1,45 @@
-"""accelerate's FSDP2 on two CPU ranks (gloo): DTensors, gradients, clipping, saving; see
-fsdp_worker.py.
+"""accelerate's FSDP2 on CPU ranks (gloo): DTensors, gradients, clipping, saving, resuming, and its
+settings; see rank_train_cases.py.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import lf_cases
 import pytest
+import safetensors.torch
 import sft_cases as cases
 import torch
-import yaml
 from peft import PeftModel
+from torch.distributed.checkpoint import FileSystemReader
 
-from kt_core.adapter_format import read_adapter
+from kt_core.adapter_format import WEIGHTS_FILE, read_adapter
 from kt_sft.step_log import HEAT_MAP
 from kt_sft.trainer_log import KEYS
 
 
-def _two_ranks(worker, *args, **environment):
-    program = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    program += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
-    environment |= {"OMP_NUM_THREADS": "1", "KT_THREADS": "1", "PYTHONPATH": str(cases.TESTS)}
-    done = subprocess.run(
-        [*program, str(cases.TESTS / worker), *map(str, args)],
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout + done.stderr
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return lf_cases.workspace(tmp_path_factory.mktemp("lf"))
 
 
 @pytest.mark.parametrize("engine", cases.ENGINES)
-def test_two_ranks_against_one_process(engine, tmp_path, monkeypatch):
+def test_f1_f5_two_ranks_against_one_process(engine, tmp_path, monkeypatch, two_ranks):
+    """F1: rank-specific values come back from the saved adapter, every tensor by name. F5: the
+    gradients of both ranks together are those of one process."""
     cases.use(engine, monkeypatch)
     path = cases.checkpoint(tmp_path)
     cases.adapted(cases.load(path)).save_pretrained(tmp_path / "adapter")
-    _two_ranks("fsdp_worker.py", engine, path, tmp_path / "adapter", tmp_path)
-    found = json.loads((tmp_path / "found.json").read_text())
+    answers = two_ranks.run(
+        "fsdp_against_one_process",
+        engine=engine,
+        path=path,
+        adapter=tmp_path / "adapter",
+        out=tmp_path,
+    )
+    found, full, tuned = answers[0]
     # the mean over two ranks and the mean of two losses round differently; both are fp32 sums
     assert found.pop("gradient error") <= (1e-5 if engine == "reference" else 1e-3)
     assert found == {
@@ -57,7 +53,6 @@ def test_two_ranks_against_one_process(engine, tmp_path, monkeypatch):
         "disabled": 0.0,
         "same batch": 0.0,
     }
-    full, tuned = torch.load(tmp_path / "full.pt")
     for saved in ("gathered", "by_all"):
         again = PeftModel.from_pretrained(cases.load(path), tmp_path / saved)
         got = dict(again.named_parameters())
@@ -65,48 +60,67 @@ def test_two_ranks_against_one_process(engine, tmp_path, monkeypatch):
         assert torch.equal(cases.logits(again, cases.token_ids(2, 24)), tuned)
 
 
-# What `accelerate launch --config_file accelerate_configs/fsdp2.yaml` puts into the environment.
-LAUNCHED = {
-    "ACCELERATE_USE_FSDP": "true",
-    "FSDP_VERSION": "2",
-    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
-    "FSDP_CPU_RAM_EFFICIENT_LOADING": "true",
-    "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
-    "FSDP_RESHARD_AFTER_FORWARD": "true",
-    "FSDP_OFFLOAD_PARAMS": "false",
-}
+def losses(group, args, **kw):
+    """The losses of a run under FSDP2, and the dtypes of the parameters by whether they train."""
+    answer = group.run("train", args=args, fsdp=kw.pop("fsdp", {}), **kw)[0]
+    return answer["losses"], dict(sorted((t, d) for d, t in answer["dtypes"]))
 
 
-def _launch(args):
-    path = Path(args["output_dir"]).with_suffix(".yaml")
-    path.write_text(yaml.safe_dump(args))
-    _two_ranks("lf_fsdp_worker.py", path, **LAUNCHED)
-    return lf_cases.losses(args["output_dir"])
-
-
-def test_llamafactory_under_fsdp2_trains_like_one_process(tmp_path):
-    root = lf_cases.workspace(tmp_path)
-    one = lf_cases.arguments(root, "one", per_device_train_batch_size=4)
-    lf_cases.run(one)
-    two = lf_cases.arguments(root, "two", per_device_train_batch_size=2)
-    losses = lf_cases.losses(one["output_dir"])
-    assert _launch(two) == pytest.approx(losses, rel=5e-3) and losses[-1] < losses[0]
-    a, b = (read_adapter(r["output_dir"]) for r in (one, two))
-    assert a.projections == b.projections == ["gate", "up", "down"]
-    assert a.dense.keys() == b.dense.keys() and len(a.dense) == 8
-    state = json.loads((Path(two["output_dir"]) / "trainer_state.json").read_text())
+def test_every_rank_reads_the_weights_or_only_the_first(root, two_ranks):
+    """fsdp_cpu_ram_efficient_loading off and on: the same run; its adapter is complete."""
+    on = lf_cases.arguments(root, "on")
+    off = lf_cases.arguments(root, "off")
+    first, dtypes = losses(two_ranks, on)
+    second, _ = losses(two_ranks, off, fsdp={"FSDP_CPU_RAM_EFFICIENT_LOADING": "false"})
+    assert first == second and first[-1] < first[0]
+    assert dtypes == {False: "torch.bfloat16", True: "torch.float32"}
+    data = read_adapter(on["output_dir"])
+    assert data.projections == ["gate", "up", "down"] and len(data.dense) == 8
+    state = json.loads((Path(on["output_dir"]) / "trainer_state.json").read_text())
     assert all(set(KEYS) <= set(entry) for entry in state["log_history"] if "loss" in entry)
-    assert (Path(two["output_dir"]) / HEAT_MAP).exists()
+    assert (Path(on["output_dir"]) / HEAT_MAP).exists()
+
+
+def test_bf16_mixed_precision_keeps_lora_in_fp32(root, two_ranks):
+    plain, _ = losses(two_ranks, lf_cases.arguments(root, "plain"))
+    mixed, dtypes = losses(two_ranks, lf_cases.arguments(root, "mixed", bf16=True))
+    assert dtypes[True] == "torch.float32"
+    assert mixed == pytest.approx(plain, rel=5e-3) and mixed != plain
+
+
+@pytest.mark.parametrize("kind", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
+def test_resume(kind, root, two_ranks):
+    """4 steps against 2 and 2 more from the checkpoint, dropout on; what the checkpoint holds."""
+    fsdp = {"FSDP_STATE_DICT_TYPE": kind}
+    changes = {"save_steps": 2, "save_strategy": "steps", "lora_dropout": 0.1}
+    whole = lf_cases.arguments(root, f"whole-{kind}", **changes)
+    before, _ = losses(two_ranks, whole, fsdp=fsdp)
+    checkpoint = Path(whole["output_dir"]) / "checkpoint-2"
+    rest = lf_cases.arguments(
+        root, f"rest-{kind}", resume_from_checkpoint=str(checkpoint), **changes
+    )
+    after, _ = losses(two_ranks, rest, fsdp=fsdp)
+    assert after[2:] == before[2:]
+    a, b = (
+        safetensors.torch.load_file(Path(r["output_dir"]) / WEIGHTS_FILE) for r in (whole, rest)
+    )
+    assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+    if kind == "FULL_STATE_DICT":
+        names = torch.load(checkpoint / "pytorch_model_fsdp.bin").keys()
+    else:
+        names = FileSystemReader(checkpoint / "pytorch_model_fsdp_0").read_metadata()
+        names = names.state_dict_metadata.keys()
+    assert len(names) == 28 and all("lora_" in name for name in names)
+    # The adapter twice (for PEFT and for FSDP), two moments of every parameter; torch's sharded
+    # format adds half a kilobyte per tensor and rank.
+    size = sum(p.stat().st_size for p in checkpoint.rglob("*") if p.is_file())
+    assert size < 4 * 4 * 23552 + (150_000 if kind == "FULL_STATE_DICT" else 500_000), size
+    with pytest.raises(ValueError, match="was saved by 2 processes, but this run has 1"):
+        lf_cases.run(rest)
 
 
 @pytest.mark.slow
-def test_resume_and_dpo_under_fsdp2(tmp_path):
-    root = lf_cases.workspace(tmp_path)
-    changes = {"save_steps": 2, "save_strategy": "steps"}
-    whole = _launch(lf_cases.arguments(root, "whole", **changes))
-    checkpoint = str(root / "whole" / "checkpoint-2")
-    rest = _launch(lf_cases.arguments(root, "rest", resume_from_checkpoint=checkpoint, **changes))
-    assert rest[2:] == whole[2:]
+def test_dpo_under_fsdp2(root, two_ranks):
     dpo = {"stage": "dpo", "dataset": "dpo", "gradient_accumulation_steps": 1}
-    losses = _launch(lf_cases.arguments(root, "dpo", **dpo))
-    assert abs(losses[0] - 0.693147) < 1e-6 and losses[-1] < losses[0]
+    found, _ = losses(two_ranks, lf_cases.arguments(root, "dpo", **dpo))
+    assert abs(found[0] - 0.693147) < 1e-6 and found[-1] < found[0]
