@@ -255,13 +255,17 @@ def merge(
     model_dir: str | os.PathLike[str],
     adapter_dir: str | os.PathLike[str],
     out_dir: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | None = None,
 ) -> None:
     """Writes the checkpoint `model_dir` with the adapter's delta added to its weights into the new
     directory `out_dir`.
 
-    Works shard by shard; weights keep their names and dtypes (W + scaling * B @ A is computed in
-    fp32 and rounded once). Raises ValueError if a delta finds no weight or a weight of another
-    shape; `out_dir` appears only when complete.
+    Works shard by shard; weights keep their names, and their dtypes unless `dtype` is given (W +
+    scaling * B @ A is computed in fp32 and rounded once). Modules that were trained whole
+    (modules_to_save) take the place of the base's, also with more rows for new tokens. Raises
+    ValueError if a delta finds no weight or a weight of another shape; `out_dir` appears only when
+    complete.
     """
     source, out = Path(model_dir), Path(out_dir)
     if out.exists():
@@ -277,6 +281,9 @@ def merge(
         with safe_open(shard, "pt") as file:
             names |= {k: tuple(file.get_slice(k).get_shape()) for k in list(file.keys())}
     deltas = _deltas(data, names, os.fspath(adapter_dir))
+    whole = _replacements(data, names, os.fspath(adapter_dir))
+    if whole or dtype is not None:
+        _describe(config, whole, dtype)
     temporary = out.with_name(f".{out.name}.merging")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
@@ -285,13 +292,59 @@ def merge(
             if entry.is_file() and entry not in shards:
                 shutil.copy2(entry, temporary / entry.name)
         for shard in shards:
-            _merge_shard(shard, temporary / shard.name, deltas)
+            _merge_shard(shard, temporary / shard.name, deltas, whole, dtype)
+        if whole or dtype is not None:
+            (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         os.rename(temporary, out)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _merge_shard(source: Path, target: Path, deltas: Mapping[str, Callable[[], Tensor]]) -> None:
+def _replacements(
+    data: AdapterData, names: Mapping[str, tuple[int, ...]], where: str
+) -> dict[str, Tensor]:
+    """By checkpoint key, the weights of modules that were trained whole."""
+    out = {}
+    for name, tensor in data.extra.items():
+        key = _present([name, name.replace(".mlp.", ".block_sparse_moe.")], names, name, where)
+        shape = tuple(tensor.shape)
+        grown = "embed" in name or "head" in name  # tokens may have been added
+        if shape != names[key] and not (grown and shape[1:] == names[key][1:]):
+            raise ValueError(
+                f"{where}: {name} has shape {shape} but the checkpoint's weight {names[key]}; the "
+                "adapter belongs to another model"
+            )
+        out[key] = tensor
+    return out
+
+
+def _describe(
+    config: dict[str, Any], whole: Mapping[str, Tensor], dtype: torch.dtype | None
+) -> None:
+    """Makes config.json say what the merged weights are: rows of embeddings, dtype."""
+    text = config.get("text_config", config)
+    rows = {t.shape[0] for key, t in whole.items() if "embed" in key or "head" in key}
+    if len(rows) > 1:
+        raise ValueError(
+            f"embeddings and head were trained with {sorted(rows)} rows; train both with "
+            "additional_target after resize_vocab"
+        )
+    if rows:
+        text["vocab_size"] = rows.pop()
+    if dtype is not None:
+        for part in {id(config): config, id(text): text}.values():
+            for key in ("dtype", "torch_dtype"):
+                if key in part:
+                    part[key] = str(dtype).removeprefix("torch.")
+
+
+def _merge_shard(
+    source: Path,
+    target: Path,
+    deltas: Mapping[str, Callable[[], Tensor]],
+    whole: Mapping[str, Tensor],
+    dtype: torch.dtype | None,
+) -> None:
     tensors: dict[str, Tensor] = {}
     with safe_open(source, "pt") as file:
         metadata = file.metadata()
@@ -304,8 +357,12 @@ def _merge_shard(source: Path, target: Path, deltas: Mapping[str, Callable[[], T
                         "exactly; merge into a bf16 "
                         "checkpoint"
                     )
-                weight = (weight.float() + deltas[key]()).to(weight.dtype)
-            tensors[key] = weight
+                weight = (weight.float() + deltas[key]()).to(dtype or weight.dtype)
+            elif key in whole:
+                weight = whole[key].to(dtype or weight.dtype)
+            elif dtype is not None and weight.dtype in (torch.float32, torch.float16):
+                weight = weight.to(dtype)
+            tensors[key] = weight.contiguous()
     safetensors.torch.save_file(tensors, target, metadata=metadata)
 
 
@@ -315,10 +372,6 @@ def _deltas(
     """By checkpoint key, a function that computes the delta; every factor of the adapter is in
     exactly one.
     """
-    if data.extra:
-        raise ValueError(
-            f"{where} holds the whole module {next(iter(data.extra))}; merge supports LoRA only"
-        )
     out: dict[str, Callable[[], Tensor]] = {}
 
     def put(key: str, shape: tuple[int, ...], delta: Callable[[], Tensor]) -> None:

@@ -4,6 +4,7 @@ file holds all that its config promises. Writes the directory too. No peft impor
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import safetensors.torch
+from torch import Tensor
 
 from kt_core.adapter_format import (
     CONFIG_FILE,
@@ -23,8 +25,10 @@ from kt_core.adapter_format import (
     AdapterData,
     completed,
     expert_names,
+    manifest,
     standard_tensors,
 )
+from kt_core.adapter_fused import fuse, fused_tensors
 
 
 def write_adapter(
@@ -33,8 +37,10 @@ def write_adapter(
     *,
     model_type: str,
     linear_paths: Sequence[str],
+    layout: str = "per_expert",
 ) -> None:
-    """Writes `data` in the standard per-expert layout: adapter_model.safetensors and
+    """Writes `data` in the standard per-expert layout, or in the fused one:
+    adapter_model.safetensors, with the manifest of all trained tensors in its metadata, and
     adapter_config.json.
 
     `linear_paths` are the paths of all Linear modules of the base model, adapted or not; targets
@@ -44,11 +50,28 @@ def write_adapter(
     """
     directory = Path(directory)
     names = expert_names(model_type)
-    config, own = standard_config(data, names, linear_paths)
+    config = adapter_config(data, names, linear_paths, layout)
+    own = {
+        "projections": data.projections,
+        "lora_dropout": data.dropout,
+        "layout": layout,
+        "trained": manifest(data),
+    }
     metadata = {"format": "pt", METADATA: json.dumps(own)}
-    tensors = standard_tensors(data, names)
+    tensors = adapter_tensors(data, names, layout)
     safetensors.torch.save_file(tensors, directory / WEIGHTS_FILE, metadata=metadata)
     (directory / CONFIG_FILE).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def adapter_tensors(data: AdapterData, names: Mapping[str, str], layout: str) -> dict[str, Tensor]:
+    """Tensors by PEFT key in a layout, per_expert or fused."""
+    if layout == "per_expert":
+        return standard_tensors(data, names)
+    out = standard_tensors(dataclasses.replace(data, experts={}), names)
+    for path, module in data.experts.items():
+        fused = fused_tensors(path, module)
+        out |= {f"base_model.model.{key}": tensor for key, tensor in fused.items()}
+    return out
 
 
 def check_complete(data: AdapterData, linears: Iterable[str], where: str) -> None:
@@ -74,43 +97,36 @@ def check_complete(data: AdapterData, linears: Iterable[str], where: str) -> Non
             )
 
 
-def standard_config(
-    data: AdapterData, names: Mapping[str, str], linear_paths: Sequence[str]
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """adapter_config.json with which stock peft puts exactly these factors in place, and our own
-    metadata.
+def adapter_config(
+    data: AdapterData, names: Mapping[str, str], linear_paths: Sequence[str], layout: str
+) -> dict[str, Any]:
+    """adapter_config.json with which stock peft puts exactly these factors in place.
 
     Stock peft replaces targets named like expert projections by the fused expert parameters, for
     shared experts and dense MLPs too, so those are targeted as parameters
-    (`shared_expert.gate_proj.weight`), which has the same keys. It doubles r and alpha for the
-    fused gate and up, so r and alpha of the config are the experts'. Fused parameters take no
-    dropout, and rslora would come out wrong by sqrt 2, so the scale is written as an ordinary
-    alpha.
+    (`shared_expert.gate_proj.weight`), which has the same keys; so is what is not a Linear, such as
+    a router. Per expert, it doubles r and alpha for the fused gate and up, so r and alpha of the
+    config are the experts'. Fused parameters take no dropout, and rslora would come out wrong by
+    sqrt 2, so the scale is written as an ordinary alpha.
     """
-    modules = [completed(m) for m in data.experts.values()]
-    shape = {p: (f.rank, f.alpha) for m in modules[:1] for p, f in m.items()}
-    for m in modules[1:]:
-        if {p: (f.rank, f.alpha) for p, f in m.items()} != shape:
-            raise ValueError(
-                "expert LoRA differs in rank, alpha or projections between layers, which a "
-                "standard PEFT adapter "
-                "cannot hold"
-            )
-    if "gate" in shape and shape["gate"] != shape["up"]:
-        raise ValueError(
-            f"gate_proj and up_proj differ in (rank, alpha) {shape['gate']} and {shape['up']}, "
-            "which a standard PEFT "
-            "adapter cannot hold"
-        )
-    by_path = {path: (f.rank, f.alpha) for path, f in data.dense.items()}
-    default = shape.get("gate") or shape.get("down") or _commonest(list(by_path.values()))
-    patterns: dict[str, tuple[int, float]] = {}
-    if "down" in shape and shape["down"] != default:
-        patterns[r"experts\.down_proj"] = shape["down"]
+    shape = _expert_shape(data)
     fused_names = set(PROJECTION_KEYS.values()) | set(names.values())
-    linears = set(linear_paths)
     targets: set[str] = set()
     parameters: set[str] = set()
+    if layout == "fused":
+        one = fuse(next(iter(data.experts.values()), {}))
+        shape = {name: (f.rank, f.alpha) for name, f in one.items()}
+        suffixes = {".".join(path.split(".")[-2:]) for path in data.experts}
+        parameters = {f"{suffix}.{name}" for suffix in suffixes for name in shape}
+    else:
+        targets = {names[p] for p in shape}
+    by_path = {path: (f.rank, f.alpha) for path, f in data.dense.items()}
+    default = next(iter(shape.values())) if shape else _commonest(list(by_path.values()))
+    patterns: dict[str, tuple[int, float]] = {}
+    down = shape.get("down", shape.get("down_proj", default))
+    if down != default:
+        patterns[r"experts\.down_proj"] = down
+    linears = set(linear_paths)
     for target, paths in _grouped(list(by_path), linear_paths, fused_names).items():
         as_parameter = target.rsplit(".", 1)[-1] in fused_names or not set(paths) <= linears
         (parameters if as_parameter else targets).add(
@@ -122,7 +138,6 @@ def standard_config(
             patterns[re.escape(target) + suffix] = values.pop()
         elif len(values) > 1:
             patterns.update({re.escape(p) + suffix: by_path[p] for p in paths})
-    targets |= {names[p] for p in shape}
     config = dict(data.config)
     config.update(
         r=default[0],
@@ -138,7 +153,27 @@ def standard_config(
         lora_dropout=0.0 if shape or parameters else data.dropout,
         inference_mode=True,
     )
-    return config, {"projections": data.projections, "lora_dropout": data.dropout}
+    return config
+
+
+def _expert_shape(data: AdapterData) -> dict[str, tuple[int, float]]:
+    """(rank, alpha) of the experts by projection, completed; gate first where there is one. Raises
+    ValueError where layers differ, or gate and up.
+    """
+    modules = [completed(m) for m in data.experts.values()]
+    shapes = [{p: (m[p].rank, m[p].alpha) for p in PROJECTION_KEYS if p in m} for m in modules]
+    if any(shape != shapes[0] for shape in shapes):
+        raise ValueError(
+            "expert LoRA differs in rank, alpha or projections between layers, which a standard "
+            "PEFT adapter cannot hold"
+        )
+    shape = shapes[0] if shapes else {}
+    if "gate" in shape and shape["gate"] != shape["up"]:
+        raise ValueError(
+            f"gate_proj and up_proj differ in (rank, alpha) {shape['gate']} and {shape['up']}, "
+            "which a standard PEFT adapter cannot hold"
+        )
+    return shape
 
 
 def training_config(data: AdapterData, linear_paths: Set[str]) -> dict[str, Any]:

@@ -5,13 +5,14 @@ In memory (`AdapterData`): for every experts module and projection (gate, up, do
 B [E, out, r], for every other Linear A [r, in] and B [out, r]; delta W = scaling * B @ A, W being
 [out, in]; gate, up: in = hidden H, out = intermediate I; down: in = I, out = H.
 
-On disk three layouts are read and the first is written:
+On disk three layouts are read, and the first is written unless another is asked for:
 
 - per expert: <path>.experts.{e}.{gate_proj|up_proj|down_proj}.lora_{A|B}.weight, A [r, in] and
   B [out, r]; Mixtral-like models publish w1, w3, w2 instead. This is what stock peft >= 0.20 reads
   with transformers >= 5.5.4.
 - fused 0.20: <path>.experts.base_layer (gate_up) and <path>.experts (down), A [E*r, in]
-  expert-major, B [out, r*E] expert-minor, as peft's target_parameters writes them.
+  expert-major, B [out, r*E] expert-minor, as peft's target_parameters writes them; written on
+  request, see adapter_fused.py.
 - fused 0.18: the same with `in` and `out` exchanged, that is, for the transposed weight.
 """
 
@@ -30,6 +31,8 @@ import safetensors
 import torch
 from safetensors import safe_open
 from torch import Tensor
+
+from kt_core.adapter_fused import split
 
 PROJECTION_KEYS = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 WEIGHTS_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
@@ -170,12 +173,16 @@ def parse_adapter(
         }
         for path, module in experts.items()
     }
+    own = json.loads(metadata.get(METADATA, "{}"))
+    swapped = False if "layout" in own else None  # ours is the one of peft 0.20
     for path, pairs in fused.items():
         if path in stacked:
             raise ValueError(f"{where}: {path} appears per expert and fused; keep one of them")
-        stacked[path] = _unfuse(path, pairs, config, hidden, where)
-    own = json.loads(metadata.get(METADATA, "{}"))
-    return AdapterData(
+        stacked[path] = _unfuse(path, pairs, config, hidden, where, swapped)
+    if own.get("layout") == "fused":
+        projections = own["projections"]
+        stacked = {p: split(m, projections, f"{where}: {p}") for p, m in stacked.items()}
+    data = AdapterData(
         config=config,
         experts=_only(stacked, own.get("projections"), where),
         dense={
@@ -185,6 +192,35 @@ def parse_adapter(
         extra=extra,
         dropout=float(own.get("lora_dropout", config.get("lora_dropout", 0.0))),
     )
+    if "trained" in own:
+        _check_manifest(manifest(data), own["trained"], where)
+    return data
+
+
+def manifest(data: AdapterData) -> dict[str, list[int]]:
+    """Every trained tensor: paths of Linears and of expert projections with the shapes of their A
+    and B one after the other, and of whole modules with theirs.
+    """
+    out = {path: [*f.a.shape, *f.b.shape] for path, f in data.dense.items()}
+    for path, module in data.experts.items():
+        for p, f in module.items():
+            out[f"{path}.{PROJECTION_KEYS[p]}"] = [*f.a.shape, *f.b.shape]
+    return out | {name: list(tensor.shape) for name, tensor in data.extra.items()}
+
+
+def _check_manifest(found: Mapping[str, Any], trained: Mapping[str, Any], where: str) -> None:
+    for name, shape in trained.items():
+        if found.get(name) != shape:
+            is_now = f"has shapes {found[name]} there" if name in found else "is not there"
+            raise ValueError(
+                f"{where}: {name} was trained with shapes {shape} but {is_now}; the file is "
+                "incomplete or was changed, save or copy the adapter again"
+            )
+    if added := [name for name in found if name not in trained]:
+        raise ValueError(
+            f"{where}: {added[0]} was not trained with this adapter; the file was changed, save or "
+            "copy the adapter again"
+        )
 
 
 def _check_config(config: Mapping[str, Any], where: str) -> None:
@@ -257,8 +293,11 @@ def _unfuse(
     config: Mapping[str, Any],
     hidden: int | None,
     where: str,
+    swapped: bool | None,
 ) -> dict[str, Factors]:
-    """Splits peft's target_parameters layout; pairs by whether they sit at `.base_layer`."""
+    """Splits peft's target_parameters layout; pairs by whether they sit at `.base_layer`, swapped:
+    whether it is that of peft 0.18, None: to be found out.
+    """
     by_parameter: dict[str, Mapping[str, Tensor]] = {}
     targets = [str(t).rsplit(".", 1)[-1] for t in config.get("target_parameters") or ()]
     for inner, pair in pairs.items():
@@ -269,7 +308,8 @@ def _unfuse(
             raise ValueError(
                 f"{where}: {path}.{name} has only lora_{''.join(pair)}; save the adapter again"
             )
-    swapped = _is_018(path, by_parameter, config, hidden, where)
+    if swapped is None:
+        swapped = _is_018(path, by_parameter, config, hidden, where)
     out: dict[str, Factors] = {}
     for name, pair in by_parameter.items():
         names = [f"{path}.{name}"]

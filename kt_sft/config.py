@@ -19,6 +19,7 @@ from typing import Any
 FORMATS = ("bf16", "int8", "int4")
 GROUPS = (0, 32, 64, 128)  # 0: one scale per output channel
 ACTIVATIONS = ("retain", "recompute")
+EXPORT_LAYOUTS = ("per_expert", "fused")
 LORA_GROUPS = ("attention", "shared_experts", "experts", "router")
 
 
@@ -38,6 +39,8 @@ class KTConfig:
                    packed in memory
     lora_rank      rank by group (attention, shared_experts, experts, router) where it differs from
                    LLaMA-Factory's lora_rank; alpha changes with it, so that alpha / rank stays
+    export_layout  expert tensors of a saved adapter: per_expert, or fused (peft's
+                   target_parameters)
     layer_major    the micro-batches of gradient accumulation go through each layer together
     """
 
@@ -49,9 +52,11 @@ class KTConfig:
     packed_dir: str | None = None
     layer_major: bool = False
     lora_rank: Mapping[str, int] | None = None
+    export_layout: str = "per_expert"
 
     def __post_init__(self) -> None:
         _one_of("format", self.format, FORMATS)
+        _one_of("export_layout", self.export_layout, EXPORT_LAYOUTS)
         _one_of("activation", self.activation, ACTIVATIONS)
         if not isinstance(self.layer_major, bool):
             raise ValueError(

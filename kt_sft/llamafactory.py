@@ -182,9 +182,26 @@ def adapt_tuner(module: Any) -> None:
     """use_kt runs get our callbacks, and their numbers a place in trainer_log.jsonl."""
     module.LogCallback = trainer_log.with_our_keys(module.LogCallback)
     module.run_sft = stages.without_asking(module.run_sft)
+    module.export_model = _with_kt_export(module)
     for stage in stages.STAGES:
         name = f"run_{stage}"
         setattr(module, name, _with_callback(vars(module)[name]))
+
+
+def _with_kt_export(module: Any) -> Callable[..., None]:
+    original = module.export_model
+
+    @functools.wraps(original)
+    def export_model(args: dict[str, Any] | None = None) -> None:
+        model_args, data_args, finetuning_args, _ = module.get_infer_args(args)
+        if not model_args.use_kt:
+            return original(args)
+        from kt_sft.export import export
+
+        _print_sentences()
+        export(model_args, data_args, finetuning_args)
+
+    return export_model
 
 
 def _with_callback(run: Callable[..., Any]) -> Callable[..., Any]:

@@ -14,6 +14,7 @@ import logging
 import os
 import shutil
 import tempfile
+import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,12 @@ from peft.utils.save_and_load import (
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from kt_core.adapter_config import check_complete, training_config, write_adapter
+from kt_core.adapter_config import (
+    adapter_tensors,
+    check_complete,
+    training_config,
+    write_adapter,
+)
 from kt_core.adapter_format import (
     CONFIG_FILE,
     PROJECTION_KEYS,
@@ -36,9 +42,9 @@ from kt_core.adapter_format import (
     AdapterData,
     Factors,
     expert_names,
+    manifest,
     parse_adapter,
     read_adapter,
-    standard_tensors,
 )
 from kt_core.module import KTExpertsLinear
 from kt_sft import groups, targets
@@ -46,6 +52,12 @@ from kt_sft.lora import KTExpertsLoraLinear, check_supported
 
 log = logging.getLogger("kt")
 _PREFIX = "base_model.model."
+_layouts: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+
+
+def choose_layout(base: nn.Module, layout: str) -> None:
+    """Adapters of the model `base` are saved in `layout` from here on; see KTConfig."""
+    _layouts[base] = layout
 
 
 def has_experts(model: nn.Module) -> bool:
@@ -142,8 +154,8 @@ def _whole(tensor: Tensor) -> Tensor:
 
 
 def _save_one(model: PeftModel, name: str, tensors: Mapping[str, Tensor], target: Path) -> None:
-    manifest = _trained_shapes(model, name)
-    for key, shape in manifest.items():
+    trained = _trained_shapes(model, name)
+    for key, shape in trained.items():
         if key not in tensors:
             raise RuntimeError(
                 f"{key} was trained but is not in the state dict to be saved ({len(tensors)} "
@@ -159,17 +171,27 @@ def _save_one(model: PeftModel, name: str, tensors: Mapping[str, Tensor], target
     data = _collect(model, name, tensors)
     base = model.get_base_model()
     model_type = targets.model_type_of(base)
+    layout = _layouts.get(base, "per_expert")
     target.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=".kt-saving-", dir=target))
     try:
-        write_adapter(temporary, data, model_type=model_type, linear_paths=_linear_paths(base))
-        _verify(temporary, data, model_type)
+        write_adapter(
+            temporary,
+            data,
+            model_type=model_type,
+            linear_paths=_linear_paths(base),
+            layout=layout,
+        )
+        _verify(temporary, data, model_type, layout)
         for file in (WEIGHTS_FILE, CONFIG_FILE):
             _sync(temporary / file)
+        # New weights beside an old config would load and be wrong; without a config nothing loads.
+        (target / CONFIG_FILE).unlink(missing_ok=True)
+        for file in (WEIGHTS_FILE, CONFIG_FILE):
             os.replace(temporary / file, target / file)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    _report(model_type, target, sum(tensors[k].numel() for k in manifest), len(manifest))
+    _report(model_type, target, sum(tensors[k].numel() for k in trained), len(trained))
 
 
 def _trained_shapes(model: PeftModel, name: str) -> dict[str, tuple[int, ...]]:
@@ -227,11 +249,11 @@ def _linear_paths(base: nn.Module) -> list[str]:
     return found
 
 
-def _verify(directory: Path, data: AdapterData, model_type: str) -> None:
+def _verify(directory: Path, data: AdapterData, model_type: str, layout: str) -> None:
     """Reads the file back, compares it bit for bit with what was to be written, and reads it as an
     adapter.
     """
-    expected = standard_tensors(data, expert_names(model_type))
+    expected = adapter_tensors(data, expert_names(model_type), layout)
     with safe_open(directory / WEIGHTS_FILE, "pt") as file:
         stored = set(file.keys())
         for key, tensor in expected.items():
@@ -243,7 +265,9 @@ def _verify(directory: Path, data: AdapterData, model_type: str) -> None:
     if extra := stored - set(expected):
         raise RuntimeError(f"{sorted(extra)[0]} was written but is not part of the adapter")
     if all(t.isfinite().all() for t in expected.values()):
-        read_adapter(directory)
+        stored_data = read_adapter(directory)
+        if manifest(stored_data) != manifest(data):
+            raise RuntimeError(f"{directory} reads back as another adapter than was written")
     else:
         log.warning("kt: the adapter holds NaN or Inf; it is saved as it is and will not load")
 

@@ -177,5 +177,8 @@ def prepare(model: nn.Module, config: KTConfig) -> None:
             f"{type(model).__name__} has no experts in CPU memory; use_kt is for "
             "mixture-of-experts models, remove it"
         )
+    from kt_sft import peft_io
+
+    peft_io.choose_layout(model, config.export_layout)
     if config.activation == "retain":
         retain_experts(model)

@@ -46,7 +46,7 @@ def test_every_setting_is_listed_with_its_default():
 
 
 @pytest.mark.parametrize("key", SETTINGS)
-def test_every_setting_names_a_test_that_uses_it(key):
+def test_f14_every_setting_names_a_test_that_uses_it(key):
     _, meaning, test = SETTINGS[key]
     assert len(meaning) > 20
     file, name = _word(test).split("::")

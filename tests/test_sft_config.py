@@ -20,6 +20,7 @@ def test_defaults_and_every_key():
         "packed_dir": "packed",
         "layer_major": True,
         "lora_rank": {"experts": 4},
+        "export_layout": "fused",
     }
     config = KTConfig.from_mapping(values)
     assert dataclasses.asdict(config) == values

@@ -151,7 +151,7 @@ def test_checkpointing_repeats_dropout(tmp_path):
 
 
 @pytest.mark.parametrize("subset", SUBSETS, ids="+".join)
-def test_every_subset_of_the_projections(subset, reference, tmp_path):
+def test_f2_every_subset_of_the_projections(subset, reference, tmp_path):
     ids, model = cases.token_ids(), cases.load(cases.checkpoint(tmp_path))
     base = cases.logits(model, ids)
     tuned = cases.adapted(model, list(subset))
