@@ -44,6 +44,8 @@ __all__ = [
     "unload_adapter",
 ]
 
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+
 # Leaf names of expert projections in checkpoints, per-expert layout.
 _CHECKPOINT_NAMES = {
     "gate": ("gate_proj", "w1"),
@@ -351,7 +353,7 @@ def _merge_shard(
         for key in list(file.keys()):
             weight = file.get_tensor(key)
             if key in deltas:
-                if weight.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+                if weight.dtype not in _FLOATS:
                     raise ValueError(
                         f"{source}: {key} is {weight.dtype}, to which a delta cannot be added "
                         "exactly; merge into a bf16 "
@@ -360,7 +362,7 @@ def _merge_shard(
                 weight = (weight.float() + deltas[key]()).to(dtype or weight.dtype)
             elif key in whole:
                 weight = whole[key].to(dtype or weight.dtype)
-            elif dtype is not None and weight.dtype in (torch.float32, torch.float16):
+            elif dtype is not None and weight.dtype in _FLOATS:
                 weight = weight.to(dtype)
             tensors[key] = weight.contiguous()
     safetensors.torch.save_file(tensors, target, metadata=metadata)
