@@ -261,22 +261,27 @@ struct Driver {
     u64 v = (u64)x;
     return (v & 0xffff00000000ffffull) | (v >> 16 & 0xffff0000ull) | (v << 16 & 0xffff00000000ull);
   }
-  template <int S>
-  KT_OP void butterfly(u64 (&v)[L / 2]) {
-    constexpr int Q = L / 2;
-    u64 keep, take;
-    for (int i = 0; i < Q; ++i) keep[i] = i & S ? Q + i - S : i, take[i] = i & S ? Q + i : i + S;
-    for (int i = 0; i < Q; ++i)
-      if (!(i & S)) {
-        u64 x = v[i], y = v[i + S];
-        v[i] = __builtin_shuffle(x, y, keep);
-        v[i + S] = __builtin_shuffle(x, y, take);
-      }
+  // One step of transposing N vectors of N lanes: lanes whose numbers differ in bit S change
+  // places.
+  template <int S, class T, int N>
+  KT_OP void butterfly(T (&v)[N]) {
+    if constexpr (S < N) {
+      T keep, take;
+      for (int i = 0; i < N; ++i) keep[i] = i & S ? N + i - S : i, take[i] = i & S ? N + i : i + S;
+      for (int i = 0; i < N; ++i)
+        if (!(i & S)) {
+          T x = v[i], y = v[i + S];
+          v[i] = __builtin_shuffle(x, y, keep);
+          v[i + S] = __builtin_shuffle(x, y, take);
+        }
+    }
   }
-  KT_OP void transpose_qwords(u64 (&v)[L / 2]) {
+  template <class T, int N>
+  KT_OP void transpose_square(T (&v)[N]) {
     butterfly<1>(v);
-    if constexpr (L > 4) butterfly<2>(v);
-    if constexpr (L > 8) butterfly<4>(v);
+    butterfly<2>(v);
+    butterfly<4>(v);
+    butterfly<8>(v);
   }
 
   // Columns [col, col+16) of W as a panel whose reduction runs over n: lines of (n, n+1) pairs.
@@ -306,7 +311,7 @@ struct Driver {
         for (int x = 0; x < 8 / Q; ++x) {
           u64 square[Q];
           for (int i = 0; i < Q; ++i) square[i] = v[x * Q + i];
-          transpose_qwords(square);
+          transpose_square(square);
           for (int i = 0; i < Q; ++i) dst[j * Q + i].v[q][x] = I::line((u32)square[i]);
         }
       }
@@ -414,6 +419,38 @@ struct Driver {
       }
     return bad;
   }
+  // Row n of src as bf16, zero up to kp; NaN in `bad` if any value is not finite.
+  KT_OP void pack_row(const void* src, DType t, int64_t n, int64_t rs, int64_t cs, const Shape& s,
+                      float* v, bf16* code, f32& bad, float& odd) {
+    if (n >= s.n) return (void)__builtin_memset(code, 0, size_t(s.kp) * 2);
+    const float* row = v;
+    if (t == DType::kF32 && cs == 1 && s.k == s.kp)
+      row = (const float*)src + n * rs;
+    else
+      load_row(src, t, n * rs, cs, s, v);
+    int64_t k = 0;
+    for (; k + L <= s.kp; k += L) {
+      const f32 x = *(const f32*)(row + k);
+      bad += x - x;
+      I::store_bf16(code + k, x);
+    }
+    for (; k < s.kp; ++k) odd += row[k] - row[k], code[k] = narrow(row[k]);
+  }
+  // 16 rows of kp bf16 as the lines of a panel.
+  KT_OP void pack_lines(const bf16* code, int64_t kp, uint8_t* line) {
+    const auto* from = (const uint32_t*)code;
+    const int64_t count = kp / 2;
+    int64_t i = 0;
+    for (; i + L <= count; i += L, line += L * kAlign)
+      for (int j = 0; j < V; ++j) {
+        u32 square[L];
+        for (int a = 0; a < L; ++a) square[a] = *(const u32*)(from + (j * L + a) * count + i);
+        transpose_square(square);
+        for (int a = 0; a < L; ++a) *(u32*)(line + a * kAlign + j * L * 4) = square[a];
+      }
+    for (; i < count; ++i, line += kAlign)
+      for (int64_t r = 0; r < kPanel; ++r) ((uint32_t*)line)[r] = from[r * count + i];
+  }
   // Formats without scales: LoRA factors are packed anew in every call, so this one is fast.
   static bool pack_plain(const void* src, DType t, int64_t rs, int64_t cs, const Shape& s,
                          int64_t p0, int64_t p1, uint8_t* dst, void* scratch) {
@@ -427,23 +464,9 @@ struct Driver {
         bad += pack_across(src, t, cs, s, p * kPanel, line);
         continue;
       }
-      for (int64_t r = 0; r < kPanel; ++r) {
-        const int64_t n = p * kPanel + r;
-        if (n < s.n) {
-          load_row(src, t, n * rs, cs, s, v);
-        } else {
-          __builtin_memset(v, 0, size_t(s.kp) * 4);
-        }
-        int64_t k = 0;
-        for (; k + L <= s.kp; k += L) {
-          const f32 x = *(const f32*)(v + k);
-          bad += x - x;
-          I::store_bf16(code + k, x);
-        }
-        for (; k < s.kp; ++k) odd += v[k] - v[k], code[k] = narrow(v[k]);
-        auto* to = (uint32_t*)line + r;
-        for (int64_t i = 0; i < s.kp / 2; ++i) to[i * kPanel] = ((const uint32_t*)code)[i];
-      }
+      for (int64_t r = 0; r < kPanel; ++r)
+        pack_row(src, t, p * kPanel + r, rs, cs, s, v, code + r * s.kp, bad, odd);
+      pack_lines(code, s.kp, line);
     }
     for (int e = 0; e < L; ++e) odd += bad[e];
     return odd == 0;

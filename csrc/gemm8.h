@@ -1,9 +1,13 @@
 // The int8 domain of the driver: quantized rows times weight codes, exact 32-bit sums per group.
 //
 // Rows are quantized per group (Quantized::group, it divides the weights' group or a channel):
-// scale = max / 127, codes rounded to nearest. Weight bytes are unsigned, code + bias; the sums
-// start at -bias * (sum of the row's codes in the group), so nothing extra is stored with the
-// weights.
+// scale = max / 127, codes rounded to nearest. Dot products of bytes take one side unsigned, as
+// code
+// + bias, and the sums start at -bias * (sum of the other side's codes in the group):
+//   weights + F::bias  for any tier: sums of the row's codes, made with them; weights are unpacked
+//   rows + 128         where a tier has it so (direct): whole bytes of weights are used as they
+//   lie,
+//                      and their sums are made once for all rows; nothing extra is stored
 //   C = fma(weight scale, row scale * float(sum), C), groups ascending
 // few() and tile() are again two loop orders of one arithmetic.
 #pragma once
@@ -20,6 +24,7 @@ struct Driver8 {
   using Quad = typename I::Quad;
   using D = Driver<I, F>;
   static constexpr int V = kVecs<I>, L = I::lanes;
+  static constexpr bool direct = I::signed_bytes && F::bias == 128;
 
   template <int P>
   struct Bytes {
@@ -33,20 +38,21 @@ struct Driver8 {
   }
 
   static void quantize(const bf16* src, int64_t ld, int64_t m, const Shape& s, int64_t group,
-                       void* codes, float* scale, int32_t* start) {
+                       void* codes, RowScale* scale, int32_t* start) {
     const int64_t count = (s.kp + group - 1) / group;
     auto* q = (Quad*)codes;
     for (int64_t i = 0; i < m; ++i, src += ld, q += s.kp / 4)
       for (int64_t g = 0; g < count; ++g) {
         const int64_t k0 = g * group, n = min64(group, s.kp - k0);
         int32_t sum;
-        quantize_group(src + k0, n, min64(n, s.k - k0), q + k0 / 4, scale + i * count + g, &sum);
-        start[i * count + g] = -F::bias * sum;
+        const float top = quantize_group(src + k0, n, min64(n, s.k - k0), q + k0 / 4, &sum);
+        scale[i * count + g] = {top, -kWhole * top};
+        start[i * count + g] = kWholeBits - F::bias * sum;
       }
   }
-  // n values (a multiple of kBlock), the first `have` of them from v, zeros after.
-  KT_OP void quantize_group(const bf16* src, int64_t n, int64_t have, Quad* q, float* scale,
-                            int32_t* total) {
+  // n values (a multiple of kBlock), the first `have` of them from v, zeros after. Returns the
+  // scale.
+  KT_OP float quantize_group(const bf16* src, int64_t n, int64_t have, Quad* q, int32_t* total) {
     f32 v[128 / L], top = {}, bad = {};
     for (int64_t k = 0; k < n; k += L) {
       bf16 edge[L] = {};
@@ -78,22 +84,54 @@ struct Driver8 {
       sum += c;
       *(typename I::i8*)(code + k) = __builtin_convertvector(c, typename I::i8);
     }
+    *total = I::over_lanes(sum, sum_of);
+    if constexpr (direct)
+      for (int64_t k = 0; k < n; ++k) code[k] ^= char(0x80);
     int64_t k = 0;
     for (; k + 4 * L <= n; k += 4 * L) I::quads(q + k / 4, code + k);
     for (; k < n; k += 4) q[k / 4] = I::quad(code + k);
-    *total = I::over_lanes(sum, sum_of);
-    *scale = most / 127.f + nan;
+    const float scale = most / 127.f + nan;
+    uint32_t bits;
+    __builtin_memcpy(&bits, &scale, 4);
+    bits &= ~3u;  // RowScale
+    float short_scale;
+    __builtin_memcpy(&short_scale, &bits, 4);
+    return short_scale;
   }
 
   KT_OP i32 idot(i32 acc, u32 bytes, const Quad* q) {
+    if constexpr (direct) return I::idot_signed(acc, bytes, q);
     if constexpr (F::bias <= 8) return I::idot_small(acc, bytes, q, I{});
     return I::idot(acc, bytes, q);
   }
+  // A stored line as the bytes that idot takes.
+  KT_OP void bytes_of(u32 line, u32 (&out)[F::quads]) {
+    if constexpr (direct)
+      out[0] = line;
+    else
+      F::template bytes<I>(line, out);
+  }
+  // 128 x (the weights of a line), which rows + 128 have too much.
+  KT_OP i32 add_excess(i32 excess, u32 line) {
+    constexpr Quad all{{char(0x80), char(0x80), char(0x80), char(0x80)}};
+    return I::idot_signed(excess, line, &all);
+  }
+  // starts: of the group, [P][V] (direct).
   template <int M, int P>
-  KT_OP void begin(i32 (&acc)[M][P][V], const Quantized& a, int64_t g) {
+  KT_OP void begin(i32 (&acc)[M][P][V], const Quantized& a, int64_t g, const i32* starts) {
     for (int i = 0; i < M; ++i)
       for (int q = 0; q < P; ++q)
-        for (int j = 0; j < V; ++j) acc[i][q][j] = i32{} + a.start[i * a.groups + g];
+        for (int j = 0; j < V; ++j) {
+          if constexpr (direct)
+            acc[i][q][j] = starts[q * V + j];
+          else
+            acc[i][q][j] = i32{} + a.start[i * a.groups + g];
+        }
+  }
+  // float(sum) x the row's scale.
+  KT_OP f32 scaled(i32 sum, const RowScale& r) {
+    if constexpr (I::fused) return I::fma((f32)sum, I::splat(r.scale), I::splat(r.shift));
+    return I::to_float(sum - kWholeBits) * I::splat(r.scale);
   }
   template <int M, int P>
   KT_OP void fold(i32 (&acc)[M][P][V], const Quantized& a, int64_t g, const bf16* const (&scale)[P],
@@ -103,7 +141,7 @@ struct Driver8 {
         f32 s = I::load_bf16(scale[q] + j * L);
         for (int i = 0; i < M; ++i) {
           float* p = c + i * kCols + q * kPanel + j * L;
-          f32 sum = I::to_float(acc[i][q][j]) * I::splat(a.scale[i * a.groups + g]);
+          f32 sum = scaled(acc[i][q][j], a.scale[i * a.groups + g]);
           *(f32*)p = I::fma(s, sum, g ? *(f32*)p : f32{});
         }
       }
@@ -117,7 +155,7 @@ struct Driver8 {
       for (int j = 0; j < V; ++j) {
         f32 s = I::load_bf16(scale[q] + j * L);
         for (int i = 0; i < M; ++i) {
-          f32 sum = I::to_float(acc[i][q][j]) * I::splat(a.scale[i * a.groups + g]);
+          f32 sum = scaled(acc[i][q][j], a.scale[i * a.groups + g]);
           total[i][q][j] = I::fma(s, sum, total[i][q][j]);
         }
       }
@@ -148,11 +186,19 @@ struct Driver8 {
                   lines = (b.k1 - b.k0) / F::quads, first = (t < half ? t : t - half) * lines / of;
     return {run[t >= half] + (b.k0 / F::quads + first) * kAlign, (1 << 16) / (F::quads * of)};
   }
-  // P of the `width` panels that lie side by side in b, which begins at the block; C goes on from
-  // the block before. Packed bytes needed next are asked for, spread over the steps: these are so
-  // short that a line in each would wait for memory.
+  // Weights of a block, from its first quad on: panel q of quad k at b[q] + k * step; what the sums
+  // of its groups start at (direct).
+  template <int P>
+  struct Weights {
+    const u32* b[P];
+    int64_t step;
+    const i32* starts;
+    int64_t per_group;  // vectors of `starts`
+  };
+  // C goes on from the block before. Packed bytes needed next are asked for, spread over the steps:
+  // these are so short that a line in each would wait for memory.
   template <int M, int P>
-  static __attribute__((noinline)) void tile(const Quantized& a, const u32* b, int64_t width,
+  static __attribute__((noinline)) void tile(const Quantized& a, const Weights<P>& w,
                                              const bf16* const* scales, const Block& block,
                                              const Groups& n, const Slice& next, float* c) {
     // sums, C, two weights and a broadcast have to fit the registers
@@ -163,18 +209,22 @@ struct Driver8 {
     if (hold && block.g0) load_c<I, M, P>(c, total);
     int64_t k = block.k0, of_scale = block.g0 % n.per_scale,
             scale = block.g0 / n.per_scale * kPanel;
-    for (int64_t g = block.g0; g < block.g1; ++g) {
+    const u32* b[P];
+    for (int q = 0; q < P; ++q) b[q] = w.b[q];
+    const i32* starts = w.starts;
+    for (int64_t g = block.g0; g < block.g1; ++g, starts += w.per_group) {
       i32 acc[M][P][V];
-      begin<M, P>(acc, a, g);
+      begin<M, P>(acc, a, g, starts);
       // Groups are multiples of 8 quads. Unrolled, so that their ends are predicted.
       for (int64_t end = min64(block.k1, k + n.quads); k < end; k += kUnroll) {
         __builtin_prefetch(next.at + ((k - block.k0) * next.rate >> 16) * kAlign, 0, 2);
-        for (int u = 0; u < kUnroll; ++u, b += width * V)
+        for (int u = 0; u < kUnroll; ++u) {
           for (int i = 0; i < M; ++i)
             for (int q = 0; q < P; ++q)
               for (int j = 0; j < V; ++j)
-                acc[i][q][j] =
-                    idot(acc[i][q][j], b[q * V + j], row[i / 3] + (i % 3) * a.ld + k + u);
+                acc[i][q][j] = idot(acc[i][q][j], b[q][j], row[i / 3] + (i % 3) * a.ld + k + u);
+          for (int q = 0; q < P; ++q) b[q] += w.step;
+        }
       }
       end_group<hold, M, P>(acc, a, g, scales, scale, total, c);
       if (++of_scale == n.per_scale) of_scale = 0, scale += kPanel;
@@ -194,20 +244,26 @@ struct Driver8 {
     typename D::Stream in[P];
     for (int q = 0; q < P; ++q) in[q] = D::stream(w[q], shape);
     for (int64_t g = 0, k = 0, of_scale = 0, scale = 0; g < n.count; ++g) {
-      i32 acc[M][P][V];
-      begin<M, P>(acc, a, g);
+      i32 acc[M][P][V], excess[P][V] = {};
+      const i32 whole[P * V] = {};
+      begin<M, P>(acc, a, g, whole);
       for (int64_t end = min64(quads, k + n.quads); k < end; k += F::quads)
         for (int q = 0; q < P; ++q) {
           D::ask(in[q], skip);
           for (int j = 0; j < V; ++j) {
             u32 bytes[F::quads];
-            F::template bytes<I>(*(const u32*)(in[q].line + j * L * 4), bytes);
+            bytes_of(*(const u32*)(in[q].line + j * L * 4), bytes);
+            if constexpr (direct) excess[q][j] = add_excess(excess[q][j], bytes[0]);
             for (int t = 0; t < F::quads; ++t)
               for (int i = 0; i < M; ++i)
                 acc[i][q][j] = idot(acc[i][q][j], bytes[t], codes + i * a.ld + k + t);
           }
           in[q].line += kAlign;
         }
+      if constexpr (direct)
+        for (int i = 0; i < M; ++i)
+          for (int q = 0; q < P; ++q)
+            for (int j = 0; j < V; ++j) acc[i][q][j] += kWholeBits - excess[q][j];
       end_group<hold, M, P>(acc, a, g, scales, scale, total, c);
       if (++of_scale == n.per_scale) of_scale = 0, scale += kPanel;
     }
@@ -222,11 +278,10 @@ struct Driver8 {
   }
 
   template <int P, int M>
-  KT_OP void tile_rows(int64_t m, const Quantized& a, const u32* b, int64_t width,
-                       const bf16* const* s, const Block& block, const Groups& n, const Slice& next,
-                       float* c) {
-    if (m == M) return tile<M, P>(a, b, width, s, block, n, next, c);
-    if constexpr (M > 1) tile_rows<P, M - 1>(m, a, b, width, s, block, n, next, c);
+  KT_OP void tile_rows(int64_t m, const Quantized& a, const Weights<P>& w, const bf16* const* s,
+                       const Block& block, const Groups& n, const Slice& next, float* c) {
+    if (m == M) return tile<M, P>(a, w, s, block, n, next, c);
+    if constexpr (M > 1) tile_rows<P, M - 1>(m, a, w, s, block, n, next, c);
   }
   template <int P, int M>
   KT_OP void few_rows(const Quantized& a, const uint8_t* const* w, const bf16* const* s,
@@ -255,16 +310,43 @@ struct Driver8 {
       for (int q = 0; q < P; ++q) unpack<P>(data[q], {0, n.count, 0, quads}, q, b);
       if (I::template matmul8<P>(a, b, scale, quads, n.quads, n.per_scale, c)) return;
     }
-    // Blocks of 128 quads: two panels' bytes (16 KB) stay in the L1 cache from the unpacking to the
-    // last row.
-    const int64_t step = max64(1, 128 / n.quads), bytes = panel_bytes(s, F::bits, F::scaled);
+    // Blocks of 512 quads (64 KB of two panels, in the L2 cache): each begins and ends a tile, with
+    // C through memory and branches of which no two tiles are alike; blocks of 128, which stay in
+    // L1, cost 8 % of a prefill.
+    const int64_t step = max64(1, 512 / n.quads), bytes = panel_bytes(s, F::bits, F::scaled);
     for (int64_t g = 0; g < n.count; g += step) {
       const int64_t end = min64(n.count, g + step);
       const Block block{g, end, g * n.quads, min64(quads, end * n.quads)};
-      auto* b = (Bytes<P>*)scratch;
-      for (int q = 0; q < P; ++q) unpack<P>(data[q], block, q, b);
       const uint8_t* const next[2] = {data[0] + bytes, data[P - 1] + bytes};
-      rows_times<P>(a, b, scale, block, n, next, c);
+      if constexpr (direct) {
+        i32 starts[kStarts * P * V];
+        Weights<P> weights{{}, V, starts, P * V};
+        for (int q = 0; q < P; ++q) {
+          weights.b[q] = (const u32*)(data[q] + block.k0 * kAlign);
+          begin_sums(weights.b[q], block, n, starts + q * V, P * V);
+        }
+        rows_times<P>(a, weights, scale, block, n, next, c);
+      } else {
+        auto* b = (Bytes<P>*)scratch;
+        for (int q = 0; q < P; ++q) unpack<P>(data[q], block, q, b);
+        Weights<P> weights{{}, P * V, nullptr, 0};
+        for (int q = 0; q < P; ++q) weights.b[q] = b->v[q];
+        rows_times<P>(a, weights, scale, block, n, next, c);
+      }
+    }
+  }
+  static constexpr int kStarts = 64;  // groups of a block: at least 8 quads each
+
+  // What sums over the groups of a block start at where rows are unsigned: one panel's.
+  KT_OP void begin_sums(const u32* line, const Block& block, const Groups& n, i32* starts,
+                        int64_t step) {
+    for (int64_t g = block.g0, k = block.k0; g < block.g1; ++g, starts += step) {
+      i32 excess[kUnroll][V] = {};  // a chain each: one alone would wait for its last result
+      for (int64_t end = min64(block.k1, k + n.quads); k < end; k += kUnroll, line += kUnroll * V)
+        for (int u = 0; u < kUnroll; ++u)
+          for (int j = 0; j < V; ++j) excess[u][j] = add_excess(excess[u][j], line[u * V + j]);
+      for (int j = 0; j < V; ++j)
+        starts[j] = kWholeBits - (excess[0][j] + excess[1][j]) - (excess[2][j] + excess[3][j]);
     }
   }
 
@@ -282,17 +364,20 @@ struct Driver8 {
 
   // All rows, in tiles of nearly equal height.
   template <int P>
-  KT_OP void rows_times(const Quantized& a, const Bytes<P>* b, const bf16* const* scale,
+  KT_OP void rows_times(const Quantized& a, const Weights<P>& all, const bf16* const* scale,
                         const Block& block, const Groups& n, const uint8_t* const* run, float* c) {
     constexpr int N = 4 * I::mr8 * P * V <= 3 * I::registers ? P : 1;  // panels per tile
     const int64_t tiles = (a.m + I::mr8 - 1) / I::mr8;
-    for (int q = 0; q < P; q += N)
+    for (int q = 0; q < P; q += N) {
+      Weights<N> w{{}, all.step, direct ? all.starts + q * V : nullptr, all.per_group};
+      for (int x = 0; x < N; ++x) w.b[x] = all.b[q + x];
       for (int64_t t = 0, i = 0; t < tiles; ++t) {
         const int64_t rows = (a.m - i + tiles - t - 1) / (tiles - t);
-        tile_rows<N, I::mr8>(rows, rows_from(a, i), b->v[q], P, scale + q, block, n,
+        tile_rows<N, I::mr8>(rows, rows_from(a, i), w, scale + q, block, n,
                              slice(run, t, tiles, block), c + i * kCols + q * kPanel);
         i += rows;
       }
+    }
   }
 
   static void nt(const Quantized& a, const Packed* const* w, const int64_t* p, int count, float* c,

@@ -15,10 +15,17 @@ struct Rows {
 };
 
 // Rows in the int8 domain: codes [m][ld] quads of quad_size bytes, scale and start [m][groups].
+struct RowScale {
+  float scale, shift;  // shift: -kWhole * scale, exactly: scale has 22 bits
+};
+// A whole number n of less than 22 bits is the float with these bits plus n, less this float. So
+// fma(scale, that float, shift) rounds as scale * n does, in one operation instead of two.
+constexpr float kWhole = 12582912.f;  // 1.5 * 2^23
+constexpr int32_t kWholeBits = 0x4b400000;
 struct Quantized {
   const void* codes;
-  const float* scale;
-  const int32_t* start;          // -bias * sum of the codes of the group
+  const RowScale* scale;
+  const int32_t* start;          // kWholeBits - bias * sum of the codes of the group
   int64_t ld, group, groups, m;  // group: values per scale
 };
 
@@ -39,7 +46,7 @@ struct Kernel {
 
   // -- weights ------------------------------------------------------------------------------------
   // Packs panels [p0, p1) of W, element (i, j) at src[i*rs + j*cs]; false if a value is not finite.
-  // scratch: 6 kp bytes.
+  // scratch: pack_scratch() bytes (panel.h).
   bool (*pack)(const void* src, DType t, int64_t rs, int64_t cs, const Shape& s, int64_t p0,
                int64_t p1, uint8_t* dst, void* scratch);
   // Rows [16 p, 16 p + 16) as fp32 into out [16][k] (only rows < n are written).
@@ -60,11 +67,10 @@ struct Kernel {
   void (*tn)(const Rows& at, const bf16* v, int64_t ldv, const int32_t* rows, int64_t m,
              int64_t col, int64_t cols, bool add, float* c, void* scratch);
 
-  // -- int8 domain (null without one)
-  // --------------------------------------------------------------- Quantizes m rows for weights of
-  // shape s: codes [m][kp / 4] quads, scale and start [m][groups].
+  // -- int8 domain (null without one) -------------------------------------------------------------
+  // Quantizes m rows for weights of shape s: codes [m][kp / 4] quads, scale and start [m][groups].
   void (*quantize)(const bf16* src, int64_t ld, int64_t m, const Shape& s, int64_t group,
-                   void* codes, float* scale, int32_t* start);
+                   void* codes, RowScale* scale, int32_t* start);
   // As nt, without `add`.
   void (*nt8)(const Quantized& a, const Packed* const* w, const int64_t* p, int count, float* c,
               void* scratch);

@@ -44,6 +44,8 @@ struct Lanes {
   static constexpr int lanes = N;
   static constexpr const char* slow_on = "";  // CPU vendor on which the tier before is faster
   static constexpr int registers = N == 16 ? 32 : 16;  // of this width
+  static constexpr bool fused = false;                 // fma() rounds once
+  static constexpr bool signed_bytes = false;          // idot_signed() is as fast as idot()
   using f32 = typename Vectors<N>::f32;
   using u32 = typename Vectors<N>::u32;
   using i32 = typename Vectors<N>::i32;

@@ -65,7 +65,7 @@ bool pack_matrix(const Layer& l, int64_t expert, int projection, const void* src
     const auto* from = (const uint8_t*)src + first * (t == DType::kF32 ? 4 : 2);
     parallel((count + step - 1) / step, [&](int64_t i, int w) {
       if (!k.pack(from, t, ld, 1, s, i * step, min64(count, (i + 1) * step),
-                  l.data + slice.matrix(expert, projection), scratch(w, kRows, s.kp * 6)))
+                  l.data + slice.matrix(expert, projection), scratch(w, kRows, pack_scratch(s))))
         finite = false;
     });
   }
@@ -158,7 +158,7 @@ void Plan::pack_factors(bool forward, bool backward) {
     Shape s = transient_shape(j.n, j.k);
     *j.out = {base + j.offset, s};
     kb.pack(j.src, lora.type, j.rs, j.cs, s, 0, kt::panels(s.n), base + j.offset,
-            scratch(w, kRows, s.kp * 6));
+            scratch(w, kRows, pack_scratch(s)));
   });
 }
 
@@ -218,13 +218,14 @@ std::vector<Quantized> Plan::quantize(Slot slot, int p, const bf16* src, int64_t
     const int64_t group = min64(group_size(s), p == kDown ? 64 : 128),
                   count = (s.kp + group - 1) / group, quads = s.kp / 4;
     parts.push_back({s, slice.begin, group, count, quads, bytes});
-    bytes += round_up(rows * quads * k.quad_size, kAlign) + round_up(rows * count * 8, kAlign);
+    bytes += round_up(rows * quads * k.quad_size, kAlign) + round_up(rows * count * 12, kAlign);
     if (p != kDown) break;  // x is the same for all slices
   }
   auto* base = (uint8_t*)scratch(-1, slot, bytes);
   std::vector<Quantized> out;
   for (const Part& part : parts) {
-    auto* scale = (float*)(base + part.offset + round_up(rows * part.quads * k.quad_size, kAlign));
+    auto* scale =
+        (RowScale*)(base + part.offset + round_up(rows * part.quads * k.quad_size, kAlign));
     out.push_back({base + part.offset, scale, (int32_t*)(scale + rows * part.count), part.quads,
                    part.group, part.count, rows});
   }
@@ -235,8 +236,8 @@ std::vector<Quantized> Plan::quantize(Slot slot, int p, const bf16* src, int64_t
     const Quantized& q = out[size_t(t / blocks)];
     const int64_t i = t % blocks * step;
     k.quantize(src + i * ld + part.begin, ld, min64(step, rows - i), part.shape, part.group,
-               (uint8_t*)q.codes + i * part.quads * k.quad_size, (float*)q.scale + i * part.count,
-               (int32_t*)q.start + i * part.count);
+               (uint8_t*)q.codes + i * part.quads * k.quad_size,
+               (RowScale*)q.scale + i * part.count, (int32_t*)q.start + i * part.count);
   });
   return out;
 }
@@ -255,12 +256,13 @@ Quantized Plan::quantized_rows(int w, const Quantized& all, const int32_t* ids, 
             all.groups,
             m};
   }
-  auto* dst = (uint8_t*)scratch(w, kCodes, m * (bytes + all.groups * 8));
-  auto* scale = (float*)(dst + m * bytes);
+  auto* dst = (uint8_t*)scratch(w, kCodes, m * (bytes + all.groups * 12));
+  auto* scale = (RowScale*)(dst + m * bytes);
   auto* start = (int32_t*)(scale + m * all.groups);
   for (int64_t i = 0; i < m; ++i) {
     std::memcpy(dst + i * bytes, codes + ids[i] * bytes, size_t(bytes));
-    std::memcpy(scale + i * all.groups, all.scale + ids[i] * all.groups, size_t(all.groups) * 4);
+    std::memcpy(scale + i * all.groups, all.scale + ids[i] * all.groups,
+                size_t(all.groups) * sizeof(RowScale));
     std::memcpy(start + i * all.groups, all.start + ids[i] * all.groups, size_t(all.groups) * 4);
   }
   return {dst, scale, start, all.ld, all.group, all.groups, m};

@@ -48,4 +48,7 @@ KT_OP int64_t matrix_bytes(const Shape& s, int bits, bool scaled) {
   return panels(s.n) * panel_bytes(s, bits, scaled);
 }
 
+// Of Kernel::pack: a row in fp32, and a panel's rows as codes.
+KT_OP int64_t pack_scratch(const Shape& s) { return s.kp * (4 + 2 * kPanel); }
+
 }  // namespace kt

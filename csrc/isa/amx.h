@@ -124,8 +124,9 @@ KT_OP void rows_of(const Cut& cut, int64_t t, F f) {
 struct Isa_amx : Isa_avx512_bf16 {
   static constexpr const char* name = "amx";
   static constexpr const char* slow_on = "";
-  static constexpr bool matrix_tiles = true;  // matmul and matmul8 below; see dense() in gemm.h
-  static constexpr int64_t kChunk = 128;      // pairs: 16 KB of B, and 16 KB of A pass beside it
+  static constexpr bool matrix_tiles = true;   // matmul and matmul8 below; see dense() in gemm.h
+  static constexpr bool signed_bytes = false;  // tdpbssd takes the codes of both sides as they are
+  static constexpr int64_t kChunk = 128;       // pairs: 16 KB of B, and 16 KB of A pass beside it
   // Vector products that tiles must replace, from counted instructions (no CPU with AMX was at
   // hand): ldtilecfg and tilerelease are taken as 217 cycles (204 + 13, Intel's optimization
   // manual), the latency of one load, product and store as 120, so the break-even is where vectors
@@ -178,8 +179,9 @@ struct Isa_amx : Isa_avx512_bf16 {
           const int64_t at = row * a.groups + g;
           for (int q = 0; q < P; ++q) {
             float* to = c + row * kCols + q * kPanel;
-            f32 sum = to_float(*(const i32*)&sums[from][q * kPanel] + a.start[at]);
-            *(f32*)to = fma(s[q], sum * splat(a.scale[at]), g ? *(f32*)to : f32{});
+            const f32 sum = (f32)(*(const i32*)&sums[from][q * kPanel] + a.start[at]);
+            const f32 scaled = fma(splat(a.scale[at].scale), sum, splat(a.scale[at].shift));
+            *(f32*)to = fma(s[q], scaled, g ? *(f32*)to : f32{});
           }
         });
       });

@@ -14,6 +14,7 @@ struct Isa_avx2 : ByteLanes<8> {
       6;  // 6 x 2 accumulators + 2 weights + 1 broadcast = 15 of 16 registers (one panel)
   static constexpr int mr8 = 4;  // 4 x 2 sums, even and odd bytes of 2 weights, 2 broadcasts
   static constexpr int few = 4;
+  static constexpr bool fused = true;
 
   KT_OP f32 splat(float x) { return (f32)_mm256_set1_ps(x); }
   KT_OP f32 fma(f32 a, f32 b, f32 c) {

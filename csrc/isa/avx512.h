@@ -13,6 +13,7 @@ struct Isa_avx512 : ByteLanes<16> {
   static constexpr int mr = 12;  // 12 x 2 accumulators + 2 weights + broadcasts: fits 32 registers
   static constexpr int mr8 = 12;
   static constexpr int few = 4;
+  static constexpr bool fused = true;
 
   KT_OP f32 splat(float x) { return (f32)_mm512_set1_ps(x); }
   KT_OP f32 fma(f32 a, f32 b, f32 c) {

@@ -18,6 +18,12 @@ struct Isa_avx512_vnni : Isa_avx512 {
     __builtin_memcpy(&x, q->v, 4);
     return (i32)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)w, _mm512_set1_epi32(x));
   }
+  static constexpr bool signed_bytes = true;
+  KT_OP i32 idot_signed(i32 acc, u32 w, const Quad* q) {
+    int x;
+    __builtin_memcpy(&x, q->v, 4);
+    return (i32)_mm512_dpbusd_epi32((__m512i)acc, _mm512_set1_epi32(x), (__m512i)w);
+  }
   KT_OP i32 idot_small(i32 acc, u32 w, const Quad* q, auto) { return idot(acc, w, q); }
 };
 }  // namespace
