@@ -37,6 +37,7 @@ def install() -> None:
     from kt_sft import peft_io, resume, step_log
 
     hf.install()
+    resume.read_on_numbered_cpus()
     _wrap(Trainer, "log", step_log.log, ["self", "logs"])
     _wrap(Trainer, "training_step", resume.training_step, ["self", "model", "inputs"])
     _wrap(Trainer, "_maybe_log_save_evaluate", resume.after_step, ["self", "tr_loss"])

@@ -53,12 +53,13 @@ class SafeStop(TrainerCallback):
         self._at = 0.0
         self._previous: dict[int, Any] = {}
         self._random: dict[str, Any] = {}
+        self._process = 0
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kw: Any
     ) -> None:
         """Takes over the signals (main thread only: elsewhere Python cannot)."""
-        self.signal = 0
+        self.signal, self._process = 0, os.getpid()
         self.remember()
         try:
             self._previous = {s: signal.signal(s, self._receive) for s in _SIGNALS}
@@ -77,6 +78,8 @@ class SafeStop(TrainerCallback):
             os.kill(os.getpid(), self.signal)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._process:  # a data loader's worker, needed until the end
+            return
         if self.signal:
             if time.monotonic() - self._at < _ECHO_SECONDS:
                 return
@@ -307,6 +310,27 @@ def _last_whole(run: Path) -> str:
 def _wait() -> None:
     if joined():
         distributed.barrier()
+
+
+def read_on_numbered_cpus() -> None:
+    """Lets torch.load put tensors on "cpu:0", where the Trainer wants the optimizer of a checkpoint
+    on several CPU ranks, and which torch refuses to understand. Nothing else reads differently.
+    """
+    global _reads_numbered_cpus
+    if not _reads_numbered_cpus:
+        torch.serialization.register_package(100, _no_tag, _on_numbered_cpu)
+        _reads_numbered_cpus = True
+
+
+_reads_numbered_cpus = False
+
+
+def _no_tag(storage: Any) -> None:
+    return None
+
+
+def _on_numbered_cpu(storage: Any, location: str) -> Any:
+    return storage if location.startswith("cpu:") else None
 
 
 def check_resumable(checkpoint: str | Path, world_size: int) -> None:

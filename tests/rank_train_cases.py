@@ -49,11 +49,11 @@ class Act(transformers.TrainerCallback):
             os.kill(os.getpid(), self.number)
 
 
-def train(patch, args, engine="kernels", fsdp=None, act=None):
+def train(patch, args, engine="kernels", fsdp=None, zero=None, act=None):
     """A run of LLaMA-Factory: its losses, and the exit code it asked for.
 
-    fsdp: variables of accelerate's launcher for FSDP2, on top of FSDP2. act: (rank, event, step,
-    signal).
+    fsdp: variables of accelerate's launcher for FSDP2, on top of FSDP2. zero: stage of DeepSpeed's
+    ZeRO. act: (rank, event, step, signal).
     """
     from llamafactory.train.tuner import run_exp
 
@@ -64,6 +64,8 @@ def train(patch, args, engine="kernels", fsdp=None, act=None):
     if fsdp is not None:
         os.environ.update(FSDP2 | fsdp)
         _shard(patch, dtypes)
+    if zero is not None:
+        _use_deepspeed(patch, zero)
     callbacks = [Act(*act[1:])] if act is not None and act[0] == rank else []
     code = 0
     try:
@@ -72,6 +74,33 @@ def train(patch, args, engine="kernels", fsdp=None, act=None):
         code = ended.code
     losses = lf_cases.losses(args["output_dir"]) if rank == 0 and code == 0 else []
     return {"losses": losses, "code": code, "dtypes": dtypes}
+
+
+def _use_deepspeed(patch, stage: int) -> None:
+    """What accelerate's launcher sets for accelerate_configs/deepspeed_zero2.yaml or another stage,
+    and a look at every step that DeepSpeed runs it."""
+    os.environ |= {
+        "DS_ACCELERATOR": "cpu",
+        "ACCELERATE_USE_DEEPSPEED": "true",
+        "ACCELERATE_DEEPSPEED_ZERO_STAGE": str(stage),
+        "ACCELERATE_DEEPSPEED_ZERO3_INIT": str(stage == 3).lower(),
+        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "auto",
+        "ACCELERATE_GRADIENT_CLIPPING": "auto",
+    }
+    import deepspeed
+
+    # Both are of the last case's process group.
+    patch.setattr(deepspeed.comm.comm, "cdb", None)
+    patch.setattr(deepspeed.utils.groups, "_WORLD_GROUP", None)
+    step = transformers.Trainer.training_step
+
+    def training_step(self, model, *args, **kw):
+        assert isinstance(model, deepspeed.DeepSpeedEngine)
+        assert model.zero_optimization_stage() == stage and distributed.get_world_size() > 1
+        assert self.args.world_size == distributed.get_world_size()
+        return step(self, model, *args, **kw)
+
+    patch.setattr(transformers.Trainer, "training_step", training_step)
 
 
 def _shard(patch, dtypes: set) -> None:

@@ -141,7 +141,7 @@ def test_every_file_that_readme_and_makefile_name_exists() -> None:
     assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
 
 
-@pytest.mark.parametrize("name", ["cpu", "fsdp2"])
+@pytest.mark.parametrize("name", sorted(p.stem for p in (ROOT / "accelerate_configs").iterdir()))
 def test_launch_configuration_loads(name: str) -> None:
     from accelerate.commands.config.config_args import load_config_from_file
 
@@ -150,6 +150,8 @@ def test_launch_configuration_loads(name: str) -> None:
     assert config.use_cpu is (name == "cpu")
     if name == "fsdp2":
         assert config.fsdp_config["fsdp_version"] == 2
+    if name == "deepspeed_zero2":
+        assert config.deepspeed_config["zero_stage"] == 2
 
 
 def test_what_we_ask_for_is_pinned_in_the_tested_set() -> None:

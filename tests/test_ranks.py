@@ -4,11 +4,18 @@ routing, and an end for all when one ends.
 
 from __future__ import annotations
 
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
 import lf_cases
 import models
 import pytest
 import sft_cases as cases
 import torch
+from rank_group import PATIENCE, RankGroup
 
 from kt_core.adapter_format import read_adapter
 
@@ -76,3 +83,66 @@ def test_f12_unlike_routing_does_not_hang(ranks, way, tmp_path, request):
             ranks - 1
         )
         assert max(answer[0] for answer in answers) < 10
+
+
+def test_f17_a_signal_to_one_rank_stops_all_at_the_same_step(root, two_ranks):
+    """Only rank 0 gets it, between two micro-batches of step 3; what was saved goes on to the same
+    bits. The other half of F17 is in test_resume.py."""
+    two = {"gradient_accumulation_steps": 2, "lora_dropout": 0.1, "save_strategy": "no"}
+    before = two_ranks.run("train", args=arguments(root, "uncut", 6, **two))[0]["losses"]
+    args = arguments(root, "cut", 6, **two)
+    answers = two_ranks.run("train", args=args, act=(0, "on_substep_end", 2, signal.SIGTERM))
+    assert [answer["code"] for answer in answers] == [143, 143]
+    checkpoint = Path(args["output_dir"]) / "checkpoint-2"
+    assert {"rng_state_0.pth", "rng_state_1.pth"} <= {p.name for p in checkpoint.iterdir()}
+    rest = args | {"resume_from_checkpoint": str(checkpoint)}
+    assert two_ranks.run("train", args=rest)[0]["losses"][2:] == before[2:]
+
+
+def test_f12_a_killed_rank_ends_the_others_with_its_name_and_the_layer(root):
+    """kill -9 of rank 1 in the middle of step 2: rank 0 says so and ends."""
+    args = arguments(root, "killed", 6, gradient_accumulation_steps=2)
+    with RankGroup(2) as group:
+        group.start("train", args=args, act=(1, "on_substep_end", 1, signal.SIGKILL))
+        survivor, other = group.processes
+        assert other.wait(PATIENCE) == -signal.SIGKILL
+        assert survivor.wait(60) == 1
+        said = group.log(0)
+    lost = rf"error: rank 1 \(process {other.pid} on .*\) ended while rank 0 was (in|after) the"
+    assert re.search(lost + r" (forward|backward) of model\.layers\.[01]\.mlp\.experts", said), said
+    assert "1 optimizer steps done; this run cannot go on without it" in said
+
+
+def test_f12_a_rank_that_waits_for_ever_is_ended_too(tmp_path):
+    """As under NCCL, whose collectives do not break when a rank dies."""
+    script = (
+        "import dataclasses, subprocess, sys, time, types\n"
+        "from kt_sft import dist, progress, watch\n"
+        "watch.GRACE_SECONDS = 0.5\n"
+        "peer = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        "me = dist.this_rank()\n"
+        "other = dataclasses.replace(me, number=1, pid=peer.pid)\n"
+        "watch._Watcher(me, [other], types.SimpleNamespace(global_step=7)).start()\n"
+        "progress.enter('model.layers.3.mlp.experts', 'forward')\n"
+        "time.sleep(0.5); peer.kill(); time.sleep(600)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 1
+    assert "ended while rank 0 was in the forward of model.layers.3.mlp.experts, 7" in done.stderr
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_deepspeed_zero_trains_like_one_process(stage, root, alone, two_ranks):
+    """On a CPU it needs ddp_backend, and no use_cpu, with which accelerate would leave it out."""
+    args = arguments(root, f"zero{stage}", 2, use_cpu=None, ddp_backend="gloo")
+    answer = two_ranks.run("train", args=args, engine="reference", zero=stage)[0]
+    assert answer["losses"] == pytest.approx(alone["reference"], rel=1e-5, abs=0)
+    assert read_adapter(args["output_dir"]).projections == ["gate", "up", "down"]
+
+
+def test_deepspeed_zero3_is_refused(root, two_ranks):
+    args = arguments(root, "zero3", 2, use_cpu=None, ddp_backend="gloo")
+    with pytest.raises(AssertionError, match="cannot run under DeepSpeed ZeRO-3.*use ZeRO-2, or F"):
+        two_ranks.run("train", args=args, zero=3)

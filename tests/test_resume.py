@@ -130,6 +130,7 @@ def test_before_the_first_step_there_is_nothing_to_save(root, capsys):
 
 def test_a_second_signal_ends_at_once(monkeypatch):
     stop, sent = resume.SafeStop(), []
+    stop._process = os.getpid()
     times = iter([10.0, 10.5, 10.5, 20.0])
     monkeypatch.setattr(resume.time, "monotonic", lambda: next(times))
     monkeypatch.setattr(resume.os, "kill", lambda pid, number: sent.append((pid, number)))
