@@ -8,7 +8,7 @@ DIST := dist
 TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-asan lint bench bench-more bench-peers wheel clean
+.PHONY: help setup demo test test-all test-asan test-numa-system lint bench bench-more bench-peers wheel clean
 
 help:  ## list these targets
 	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|' 2>/dev/null \
@@ -28,6 +28,9 @@ test-all: setup  ## the tests, the slow ones too
 
 test-asan: setup  ## the kernel tests with AddressSanitizer and UBSan (g++; a few minutes)
 	$(BIN)/python scripts/test_asan.py
+
+test-numa-system: setup  ## NUMA binding on virtual machines with several nodes (qemu-system-x86_64)
+	$(BIN)/python scripts/numa_system.py
 
 lint: setup  ## ruff, mypy and clang-format, changing nothing
 	$(BIN)/ruff check .
