@@ -18,6 +18,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
+from weakref import WeakKeyDictionary
 
 import torch
 import transformers
@@ -72,6 +73,31 @@ class LoadSettings:
     def weights_per_scale(self) -> int:
         """The group that is used: the one given or the format's default, 0 for none."""
         return experts.Experts(1, 1, 1, format=self.format, group=self.group).group
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The checkpoint that a model's experts were packed from."""
+
+    files: tuple[Path, ...]
+    want: checkpoint.Want
+
+    def parts(self) -> dict[str, list[checkpoint.Part]]:
+        """Every projection of every expert by module name, to be read again."""
+        return checkpoint.collect(checkpoint.Source(self.files), self.want)
+
+
+_origins: WeakKeyDictionary[torch.nn.Module, Origin] = WeakKeyDictionary()
+
+
+def has_origin(model: torch.nn.Module) -> bool:
+    """Whether `model` was loaded here."""
+    return model in _origins
+
+
+def origin_of(model: torch.nn.Module) -> Origin:
+    """The checkpoint of a model that was loaded here."""
+    return _origins[model]
 
 
 _active: ContextVar[LoadSettings | None] = ContextVar("kt_load_settings", default=None)
@@ -205,6 +231,7 @@ def _load_pretrained_model(
         host=host,
     )
     _swap(model, layouts, packed, settings.runner)
+    _origins[model] = Origin(source.files, want)
     # What transformers, which no longer knows the experts, will call their tensors.
     renamed = _renaming(model, load_config.weight_mapping)
     ours = {renamed(stored.name) for stored in source.safetensors if want.module(stored.name)}
@@ -293,9 +320,10 @@ def _renaming(model: PreTrainedModel, weight_mapping: list[Any] | None) -> Calla
     converters = [entry for entry in weight_mapping or [] if isinstance(entry, WeightConverter)]
     parameters = model.state_dict()
 
+    prefix = model.base_model_prefix  # not the model: what keeps the function would keep it
+
     @functools.cache
     def parameter(tensor: str) -> str:
-        prefix = model.base_model_prefix
         name, _ = rename_source_key(tensor, renamings, converters, prefix, parameters)
         if name not in parameters and tensor in parameters:
             name, _ = rename_source_key(tensor, [], [], prefix, parameters)

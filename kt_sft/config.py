@@ -41,6 +41,8 @@ class KTConfig:
                    LLaMA-Factory's lora_rank; alpha changes with it, so that alpha / rank stays
     export_layout  expert tensors of a saved adapter: per_expert, or fused (peft's
                    target_parameters)
+    merged_eval    evaluation batches on which the end of a run measures the held-out loss twice, as
+                   trained and merged into bf16; each reads the base checkpoint once; 0: none
     layer_major    the micro-batches of gradient accumulation go through each layer together
     """
 
@@ -53,6 +55,7 @@ class KTConfig:
     layer_major: bool = False
     lora_rank: Mapping[str, int] | None = None
     export_layout: str = "per_expert"
+    merged_eval: int = 8
 
     def __post_init__(self) -> None:
         _one_of("format", self.format, FORMATS)
@@ -63,6 +66,7 @@ class KTConfig:
                 f"kt_config: layer_major={self.layer_major!r} is neither true nor false; correct "
                 "or remove it"
             )
+        _whole("merged_eval", self.merged_eval, least=0)
         if self.lora_rank is not None:
             _ranks(self.lora_rank)
         if self.group is not None:

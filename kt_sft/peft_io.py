@@ -48,16 +48,22 @@ from kt_core.adapter_format import (
 )
 from kt_core.module import KTExpertsLinear
 from kt_sft import groups, targets
+from kt_sft.config import KTConfig
 from kt_sft.lora import KTExpertsLoraLinear, check_supported
 
 log = logging.getLogger("kt")
 _PREFIX = "base_model.model."
-_layouts: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+_settings: weakref.WeakKeyDictionary[nn.Module, KTConfig] = weakref.WeakKeyDictionary()
 
 
-def choose_layout(base: nn.Module, layout: str) -> None:
-    """Adapters of the model `base` are saved in `layout` from here on; see KTConfig."""
-    _layouts[base] = layout
+def remember(base: nn.Module, config: KTConfig) -> None:
+    """`config` are the settings of the model `base` from here on."""
+    _settings[base] = config
+
+
+def settings_of(model: nn.Module) -> KTConfig:
+    """The settings of the base model in `model`; the defaults for one that was loaded without."""
+    return next((_settings[m] for m in model.modules() if m in _settings), KTConfig())
 
 
 def has_experts(model: nn.Module) -> bool:
@@ -171,7 +177,7 @@ def _save_one(model: PeftModel, name: str, tensors: Mapping[str, Tensor], target
     data = _collect(model, name, tensors)
     base = model.get_base_model()
     model_type = targets.model_type_of(base)
-    layout = _layouts.get(base, "per_expert")
+    layout = settings_of(base).export_layout
     target.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=".kt-saving-", dir=target))
     try:

@@ -34,11 +34,12 @@ def install() -> None:
     from peft.tuners.lora import LoraModel
     from transformers import Trainer
 
-    from kt_sft import peft_io, resume, step_log
+    from kt_sft import card, peft_io, resume, step_log
 
     hf.install()
     resume.read_on_numbered_cpus()
     _wrap(Trainer, "log", step_log.log, ["self", "logs"])
+    _wrap(Trainer, "create_model_card", card.create_model_card, ["self", "language", "license"])
     _wrap(Trainer, "training_step", resume.training_step, ["self", "model", "inputs"])
     _wrap(Trainer, "_maybe_log_save_evaluate", resume.after_step, ["self", "tr_loss"])
     _wrap(Trainer, "save_model", resume.save_model, ["self", "output_dir", "_internal_call"])
@@ -180,6 +181,6 @@ def prepare(model: nn.Module, config: KTConfig) -> None:
         )
     from kt_sft import peft_io
 
-    peft_io.choose_layout(model, config.export_layout)
+    peft_io.remember(model, config)
     if config.activation == "retain":
         retain_experts(model)

@@ -21,6 +21,7 @@ def test_defaults_and_every_key():
         "layer_major": True,
         "lora_rank": {"experts": 4},
         "export_layout": "fused",
+        "merged_eval": 2,
     }
     config = KTConfig.from_mapping(values)
     assert dataclasses.asdict(config) == values
