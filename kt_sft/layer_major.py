@@ -49,7 +49,7 @@ def apply(training_args: Any) -> None:
     training_args.gradient_accumulation_steps = 1
     log.info(
         "kt: layer_major: %d micro-batches of %d go through each layer together, as one batch of "
-        "%d (lora_dropout draws other elements than the loop would)",
+        "%d (dropout draws other elements than the loop would)",
         n,
         rows,
         n * rows,
