@@ -27,6 +27,11 @@ log = logging.getLogger("kt")
 # At its peak, in backward, the loss holds three fp32 tensors of the logits' size: log-softmax, the
 # gradient of the negative log-likelihood, the gradient of the logits.
 _LOGITS_BYTES = 12
+# Where the loss goes by rows (layer_major.py): the logits and the rows' gradients, then these and
+# the same put together.
+_LOGITS_COPIES = 2
+
+_SEQUENCES = {"dpo": 2, "rm": 2}  # that a sample of a batch is made of; 1 elsewhere
 
 
 @dataclass(frozen=True)
@@ -67,18 +72,24 @@ class Plan:
         )
 
 
-def predict(model: Any, tokens: int, *, activation: str, optimizer: str) -> Plan:
+def predict(
+    model: Any, tokens: int, *, activation: str, optimizer: str, loss_rows: int = 1
+) -> Plan:
     """The plan for a PreTrainedModel (or a PeftModel) and micro-batches of at most `tokens` tokens,
     padding counted.
 
-    optimizer: transformers' name; Adam's state is two tensors per parameter, that of others is not
-    known here and counted as none.
+    loss_rows: parts of equal size in which the loss is taken. optimizer: transformers' name; Adam's
+    state is two tensors per parameter, that of others is not known here and counted as none.
     """
     experts = {m.experts: None for m in model.modules() if isinstance(m, KTExpertsLinear)}
     trained = sum(_local_bytes(p) for p in model.parameters() if p.requires_grad)
     config = model.config.get_text_config()
     kept = sum(4 * top_k(config) * e.intermediate for e in experts)
-    on_cpu = next(model.parameters()).device.type == "cpu"
+    first = next(model.parameters())
+    on_cpu = first.device.type == "cpu"
+    logits = _LOGITS_BYTES * (tokens // loss_rows) * config.vocab_size
+    if loss_rows > 1:
+        logits += _LOGITS_COPIES * tokens * config.vocab_size * first.element_size()
     return Plan(
         packed=sum(e.nbytes for e in experts),
         trained=trained,
@@ -86,7 +97,7 @@ def predict(model: Any, tokens: int, *, activation: str, optimizer: str) -> Plan
         optimizer=2 * trained if "adam" in optimizer else 0,
         saved_per_token=kept if activation == "retain" else 0,
         tokens=tokens,
-        logits=_LOGITS_BYTES * tokens * config.vocab_size if on_cpu else 0,
+        logits=logits if on_cpu else 0,
     )
 
 
@@ -102,21 +113,23 @@ def top_k(config: Any) -> int:
 class Budget(TrainerCallback):
     """Added by the LLaMA-Factory seam: prints the plan before the first step.
 
-    tokens_per_row: the longest row of a batch times the sequences that a sample is made of (two for
-    preference pairs). Raises MemoryError if a layer_major batch does not fit.
+    longest: tokens of the longest row. stage: LLaMA-Factory's. Raises MemoryError if a layer_major
+    batch does not fit.
     """
 
-    def __init__(self, config: KTConfig, tokens_per_row: int) -> None:
-        self._config, self._tokens_per_row = config, tokens_per_row
+    def __init__(self, config: KTConfig, longest: int, stage: str) -> None:
+        self._config, self._longest, self._stage = config, longest, stage
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kw: Any
     ) -> None:
         """Predicts, prints, compares with what the machine has left."""
-        rows = args.per_device_train_batch_size
+        rows = args.per_device_train_batch_size * _SEQUENCES.get(self._stage, 1)
+        by_rows = self._config.layer_major and self._stage in ("pt", "sft")
         plan = predict(
             kw["model"],
-            rows * self._tokens_per_row,
+            rows * self._longest,
+            loss_rows=rows if by_rows else 1,
             activation=self._config.activation,
             optimizer=OptimizerNames(args.optim).value,
         )

@@ -34,8 +34,6 @@ from kt_sft import config as settings
 from kt_sft import layer_major, stages, trainer_log
 from kt_sft.config import KTConfig
 
-_SEQUENCES = {"dpo": 2, "rm": 2}  # that a sample of a batch is made of; 1 elsewhere
-
 
 def kt_config_of(model_args: Any) -> KTConfig:
     """The settings of a run; ModelArguments carries them, so a reference model that is copied from
@@ -173,6 +171,8 @@ def adapt_loader(module: Any) -> None:
             model = original(tokenizer, model_args, finetuning_args, is_trainable, *args, **kw)
         base = next(m for m in model.modules() if isinstance(m, PreTrainedModel))
         plugin.prepare(base, config)
+        if config.layer_major and is_trainable:
+            layer_major.loss_by_rows(base)
         return model
 
     module.load_model = load_model
@@ -219,8 +219,7 @@ def _with_callback(run: Callable[..., Any]) -> Callable[..., Any]:
             from kt_sft.step_log import StepLog
             from kt_sft.watch import PeerWatch, naming_lost_ranks
 
-            per_row = args[0].cutoff_len * _SEQUENCES.get(args[2].stage, 1)
-            budget = Budget(kt_config_of(model_args), per_row)
+            budget = Budget(kt_config_of(model_args), args[0].cutoff_len, args[2].stage)
             args[-1].extend([KTCallback(), StepLog(), budget, PeerWatch(), SafeStop()])
             with naming_lost_ranks():
                 return run(model_args, *args)

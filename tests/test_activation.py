@@ -171,15 +171,20 @@ LOGITS = """
 import re, sys, torch
 from torch.nn import functional as F
 from transformers.loss.loss_utils import ForCausalLMLoss
+from types import SimpleNamespace
 from kt_core import memory
+from kt_sft import layer_major
 memory.return_freed_tensors()
-tokens, vocabulary, dtype = 512, 40_000, getattr(torch, sys.argv[1])
-hidden = torch.randn(1, tokens, 8, dtype=dtype, requires_grad=True)
+rows, tokens, vocabulary, dtype = int(sys.argv[2]), 512, 40_000, getattr(torch, sys.argv[1])
+hidden = torch.randn(rows, tokens // rows, 8, dtype=dtype, requires_grad=True)
 head = torch.randn(vocabulary, 8, dtype=dtype)
-labels = torch.randint(0, vocabulary, (1, tokens))
+labels = torch.randint(0, vocabulary, hidden.shape[:2])
+model = SimpleNamespace(loss_function=ForCausalLMLoss)
+if rows > 1:
+    layer_major.loss_by_rows(model)
 def step(n):
     logits = F.linear(hidden[:, :n], head)
-    loss = ForCausalLMLoss(logits, labels[:, :n], vocabulary)
+    loss = model.loss_function(logits, labels[:, :n], vocabulary)
     del logits
     loss.backward()
 step(8)
@@ -192,12 +197,19 @@ print((peak - before) / (tokens * vocabulary))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_bytes_of_logits_against_measured_memory(dtype):
+@pytest.mark.parametrize("rows", [1, 8])
+def test_bytes_of_logits_against_measured_memory(rows, dtype, tmp_path):
     done = subprocess.run(
-        [sys.executable, "-c", LOGITS, dtype], capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", LOGITS, dtype, str(rows)],
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
-    assert float(done.stdout) == pytest.approx(budget._LOGITS_BYTES, rel=0.2)
+    model = cases.load(cases.checkpoint(tmp_path)).to(getattr(torch, dtype))
+    plan = budget.predict(model, 512, activation="retain", optimizer="sgd", loss_rows=rows)
+    per_logit = plan.logits / (512 * model.config.vocab_size)
+    assert float(done.stdout) == pytest.approx(per_logit, rel=0.2)
 
 
 @pytest.mark.parametrize(
@@ -217,7 +229,7 @@ def test_experts_per_token_by_family(values, k):
 
 def test_too_little_memory_is_warned_of(root, caplog, monkeypatch):
     """Rows are rarely as long as cutoff_len, so the run goes on."""
-    callback = budget.Budget(KTConfig(format="bf16"), 64)
+    callback = budget.Budget(KTConfig(format="bf16"), 64, "sft")
     model = cases.adapted(cases.load(root / "model"))
     monkeypatch.setattr(memory, "limits", lambda: [memory.Limit("the test's limit", 100_000)])
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
+from types import SimpleNamespace
 
 import lf_cases
 import pytest
@@ -13,6 +15,7 @@ import torch
 from kt_core import experts as core
 from kt_core import memory
 from kt_core.adapter_format import WEIGHTS_FILE
+from kt_sft import layer_major
 
 ACCUMULATION, STEPS, LAYERS = 4, 5, 2
 
@@ -56,6 +59,28 @@ def test_the_same_losses_with_one_weight_read_per_step(engine, bar, root, monkey
     for method in ("forward", "backward"):
         assert looped.count(method) == STEPS * LAYERS * ACCUMULATION
         assert together.count(method) == STEPS * LAYERS
+
+
+def test_the_loss_by_rows_is_the_loss(tmp_path):
+    """With and without a count of tokens, and its gradient; rows have unequal numbers of labels."""
+    model = cases.adapted(cases.load(cases.checkpoint(tmp_path)))
+    ids = cases.token_ids(3, 24)
+    labels = ids.clone()
+    labels[1, :20] = -100
+    for count in ({}, {"num_items_in_batch": torch.tensor(50)}):
+        results = []
+        for base in (model.get_base_model(), copy.copy(model.get_base_model())):
+            if results:
+                layer_major.loss_by_rows(base)
+            model.zero_grad()
+            loss = base(input_ids=ids, labels=labels, **count).loss
+            loss.backward()
+            gradients = [p.grad.clone() for p in cases.trained(model).values()]
+            results.append((float(loss.detach()), gradients))
+        (whole, wanted), (by_rows, got) = results
+        assert by_rows == pytest.approx(whole, rel=1e-6)
+        for a, b in zip(got, wanted, strict=True):
+            assert (a - b).norm() <= 1e-5 * b.norm()
 
 
 def test_a_last_step_of_fewer_micro_batches(root, monkeypatch):
@@ -104,10 +129,6 @@ def test_refused_by_name(name, root):
 
 
 def test_deepspeed_is_refused():
-    from types import SimpleNamespace
-
-    from kt_sft import layer_major
-
     training = SimpleNamespace(gradient_accumulation_steps=2, deepspeed="ds.json")
     finetuning = SimpleNamespace(stage="sft", use_asft_loss=False)
     with pytest.raises(ValueError, match="after DeepSpeed has read it; remove"):
