@@ -25,6 +25,9 @@ from kt_sft.collective import joined, over_ranks
 
 logger = logging.getLogger("kt")
 HEAT_MAP = "expert_load.png"
+# Rows per expert and pass below which reading the weights is a sixth of a pass or more, and
+# gathering rows pays (DESIGN.md, "Rows per weight read").
+FEW_ROWS = 32
 
 
 def log(
@@ -50,30 +53,36 @@ class StepLog(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kw: Any
     ) -> None:
         """Starts the clocks."""
+        self._accumulation: int | None = args.gradient_accumulation_steps
         modules = [m for m in kw["model"].modules() if isinstance(m, KTExpertsLinear)]
         self._layers = {module.layer_index: module.experts for module in modules}
         self._tokens = tally.TokenCount(kw["model"])
         self._first_rows = self._rows()
+        self._main = state.is_world_process_zero
         self._mark()
 
     def measure(self) -> dict[str, float]:
         """The numbers since the last call (or the start), under trainer_log.KEYS. A collective."""
-        seconds, tokens, rows, at = self._seconds, self._seen, self._last_rows, self._at
+        before = (self._seen, *self._seconds.values(), self._at, self._passes)
+        rows = self._last_rows
         self._mark()
-        passed = self._at - at
-        own = [self._seen - tokens, *(self._seconds[k] - seconds[k] for k in seconds), passed]
+        after = (self._seen, *self._seconds.values(), self._at, self._passes)
+        own = [b - a for a, b in zip(before, after, strict=True)]
         ranks = torch.distributed.get_world_size() if joined() else 1
         load = self._last_rows - rows
         summed = over_ranks(torch.cat([torch.tensor(own).double(), load.double().view(-1)]), "sum")
         largest = over_ranks(torch.tensor([memory.resident_bytes()]).double(), "max")
-        trained, forward, backward, wall = summed[:4].tolist()
-        load = summed[4:].view_as(load)
+        trained, forward, backward, wall, passes = summed[:5].tolist()
+        load = summed[5:].view_as(load)
+        per_pass = float(load.sum()) / max(passes, 1) / load.shape[1]
+        self._advise(per_pass)
         return {
             "tokens_per_second": trained / (wall / ranks),
             "experts_forward_s": forward / ranks,
             "experts_backward_s": backward / ranks,
             "rest_s": (wall - forward - backward) / ranks,
             "rss_gib": float(largest) / 2**30,
+            "expert_rows_per_pass": per_pass,
             **load_numbers(load),
         }
 
@@ -91,7 +100,19 @@ class StepLog(TrainerCallback):
         """Rows so far, [layers, E] in the order of layers; models have the same E everywhere."""
         return torch.stack([tally.rows(self._layers[i]) for i in sorted(self._layers)])
 
+    def _advise(self, per_pass: float) -> None:
+        """Once: what would read the weights less often."""
+        n, self._accumulation = self._accumulation, None
+        if n is not None and n > 1 and per_pass < FEW_ROWS and self._main:
+            logger.info(
+                "kt: an expert gets %.1f rows per micro-batch; kt_config.layer_major: true would "
+                "read its weights once per step instead of %d times",
+                per_pass,
+                n,
+            )
+
     def _mark(self) -> None:
+        self._passes = sum(tally.passes(experts) for experts in self._layers.values())
         self._seconds, self._seen = runtime.seconds(), self._tokens.tokens
         self._last_rows, self._at = self._rows(), time.perf_counter()
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from kt_core.experts import Experts
 
 _rows: weakref.WeakKeyDictionary[Experts, Tensor] = weakref.WeakKeyDictionary()
+_passes: weakref.WeakKeyDictionary[Experts, int] = weakref.WeakKeyDictionary()
 
 
 def count_rows(experts: Experts, top_k_index: Tensor) -> None:
@@ -22,12 +23,18 @@ def count_rows(experts: Experts, top_k_index: Tensor) -> None:
     added = torch.bincount(top_k_index.reshape(-1), minlength=experts.num_experts)
     before = _rows.get(experts)
     _rows[experts] = added if before is None else before + added
+    _passes[experts] = passes(experts) + 1
 
 
 def rows(experts: Experts) -> Tensor:
     """Rows [E] int64 that each expert has been trained on in this process; padding counts too."""
     counted = _rows.get(experts)
     return torch.zeros(experts.num_experts, dtype=torch.int64) if counted is None else counted
+
+
+def passes(experts: Experts) -> int:
+    """How often these experts' weights have been read for a backward in this process."""
+    return _passes.get(experts, 0)
 
 
 class TokenCount:

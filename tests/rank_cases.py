@@ -8,6 +8,7 @@ import ctypes
 import gc
 import zlib
 from pathlib import Path
+from types import SimpleNamespace
 
 import sft_cases as cases
 import torch
@@ -73,7 +74,11 @@ def log_line(patch, hosts=None):
     layers = [Experts(2, 16, 8, format="bf16") for _ in range(2)]
     modules = (KTExpertsLinear(x, layer_index=i) for i, x in enumerate(layers))
     callback = step_log.StepLog()
-    callback.on_train_begin(None, None, None, model=torch.nn.ModuleList(modules))
+    args, state = (
+        SimpleNamespace(gradient_accumulation_steps=1),
+        SimpleNamespace(is_world_process_zero=rank == 0),
+    )
+    callback.on_train_begin(args, state, None, model=torch.nn.ModuleList(modules))
     callback._tokens.tokens += 10 * (rank + 1)
     if rank == 0:  # the others have no rows at all, and run the same collectives
         tally.count_rows(layers[0], torch.tensor([[0, 1], [1, 1]]))

@@ -126,6 +126,7 @@ def test_tokens_per_expert_are_the_routed_ones(run):
         assert entry["expert_tokens_min"] == load.min()
         assert entry["expert_tokens_max"] == load.max()
         assert entry["expert_tokens_median"] == load.view(-1).sort().values[7:9].mean()
+        assert entry["expert_rows_per_pass"] == pytest.approx(float(load.mean()) / ACCUMULATION)
         assert entry["expert_imbalance"] == pytest.approx(
             max(float(x.max() / x.mean()) for x in load)
         )
@@ -153,6 +154,8 @@ def test_recomputation_counts_a_row_once(tmp_path):
 
 def test_ranks_are_added_up(monkeypatch):
     """Two ranks that did the same: twice the tokens and rows, the same seconds and memory."""
+    told = []
+    monkeypatch.setattr(step_log.logger, "info", lambda text, *args: told.append(text % args))
     layer = core.Experts(2, 16, 8, format="bf16")
     module = KTExpertsLinear(layer, layer_index=0)
     reported = {}
@@ -166,7 +169,9 @@ def test_ranks_are_added_up(monkeypatch):
         spent = iter([{"forward": 0.0, "backward": 0.0}, {"forward": 1.0, "backward": 2.0}])
         monkeypatch.setattr(step_log.runtime, "seconds", spent.__next__)
         callback = step_log.StepLog()
-        callback.on_train_begin(None, None, None, model=module)
+        args = types.SimpleNamespace(gradient_accumulation_steps=4)
+        state = types.SimpleNamespace(is_world_process_zero=ranks == 1)
+        callback.on_train_begin(args, state, None, model=module)
         callback._tokens.tokens += 40
         tally.count_rows(layer, torch.tensor([[0, 1], [1, 1]]))
         reported[ranks] = callback.measure()
@@ -181,7 +186,9 @@ def test_ranks_are_added_up(monkeypatch):
         "expert_tokens_median": 2.0,
         "expert_tokens_max": 3.0,
         "expert_imbalance": 1.5,
+        "expert_rows_per_pass": 2.0,
     }
+    assert len(told) == 1 and "an expert gets 2.0 rows" in told[0] and "of 4 times" in told[0]
     assert reported[2] == reported[1] | {
         "tokens_per_second": 20.0,
         "expert_tokens_min": 2.0,
@@ -198,6 +205,7 @@ def test_three_ranks_log_the_same_numbers(three_ranks):
     assert [ranks for _, ranks in answers] == [2, 1, 2]
     load = [numbers[0][f"expert_tokens_{k}"] for k in ("min", "median", "max")]
     assert (load, numbers[0]["expert_imbalance"]) == ([1, 3, 3], 1.5)
+    assert numbers[0]["expert_rows_per_pass"] == 10 / 2 / 4  # 2 experts, 4 passes on three ranks
     wall = sum(numbers[0][k] for k in ("experts_forward_s", "experts_backward_s", "rest_s"))
     assert numbers[0]["tokens_per_second"] == pytest.approx(60 / wall)
 
