@@ -21,16 +21,18 @@ struct Work {
   float* dots;  // [rows][panels of I]
 };
 
-// g[p] = scaling * dout B for one expert; dout rows come from dY (by token) or from dgate/dup.
-void low_rank_out(const Plan& p, int w, int64_t e, int proj, const bf16* dout, int64_t ld,
-                  bool by_token, bf16* g, bf16* gw) {
-  const int64_t width = p.l.rows(proj), kp = p.factor(e, proj).bt.shape.kp;
-  row_blocks(p.route.start[size_t(e)], p.route.start[size_t(e) + 1], [&](int64_t i, int64_t m) {
-    Rows a = p.rows_of(w, kRows, by_token ? dout : dout + i * ld, ld,
-                       by_token ? p.route.token.data() + i : nullptr, m, width, kp);
-    p.project(w, a, p.factor(e, proj).bt, p.lora.scaling[proj], i, g + i * p.rp[proj],
-              gw ? gw + i * p.rp[proj] : nullptr, p.rp[proj]);
-  });
+template <class F>
+void per_expert(const Plan& p, F f) {
+  parallel(p.route.active(), [&](int64_t e, int w) { f(e, w); });
+}
+
+// g = scaling * dout B of m rows of one expert, from row i of the route on.
+void low_rank_out(const Plan& p, const Work& k, int w, int64_t e, int proj, const Rows& dout,
+                  int64_t i) {
+  const int64_t at = i * p.rp[proj];
+  bf16* weighted = proj == kDown && k.gw ? k.gw + at : nullptr;
+  p.project(w, dout, p.factor(e, proj).bt, p.lora.scaling[proj], i, k.g[proj] + at, weighted,
+            p.rp[proj]);
 }
 
 // Two panels of dh_raw for rows [i, i + m), then the gate backward of both.
@@ -67,11 +69,21 @@ void gate_panels(const Plan& p, const Work& k, int w, int64_t e, const Rows& a, 
 void gate_stage(const Plan& p, const Work& k) {
   const int64_t I = p.l.intermediate, units = (I + kCols - 1) / kCols, tail = panels(I) * kPanel;
   const ColumnTasks tasks(p, kCols, p.route.active());
+  const bool adapted = p.lora.r[kDown], along = tasks.whole();  // with the rows of the task
+  auto dy = [&](int w, int64_t i, int64_t m) {
+    return p.rows_of(w, kRows, k.dy, p.l.hidden, p.route.token.data() + i, m, p.l.hidden, p.hp);
+  };
+  if (adapted && !along)
+    per_expert(p, [&](int64_t e, int w) {
+      row_blocks(p.route.start[size_t(e)], p.route.start[size_t(e) + 1],
+                 [&](int64_t i, int64_t m) { low_rank_out(p, k, w, e, kDown, dy(w, i, m), i); });
+    });
   parallel_on_nodes(tasks.counts, [&](int node, int64_t task, int w) {
     const auto [e, u0, u1] = tasks.at(node, task);
     p.weights.calls->fetch_add(1, std::memory_order_relaxed);
     row_blocks(p.route.start[size_t(e)], p.route.start[size_t(e) + 1], [&](int64_t i, int64_t m) {
-      Rows a = p.rows_of(w, kRows, k.dy, p.l.hidden, p.route.token.data() + i, m, p.l.hidden, p.hp);
+      const Rows a = dy(w, i, m);
+      if (adapted && along) low_rank_out(p, k, w, e, kDown, a, i);
       for (int64_t u = u0; u < u1; ++u) gate_panels(p, k, w, e, a, i, u);
       for (bf16* b : {k.dgate, k.dup, k.h})
         if (b && u1 == units && tail < p.ip)
@@ -212,11 +224,6 @@ void clear_unused(const Layer& l, const Lora& lora, const Grads& g, const Routin
     }
 }
 
-template <class F>
-void per_expert(const Plan& p, F f) {
-  parallel(p.route.active(), [&](int64_t e, int w) { f(e, w); });
-}
-
 // One wave: `saved` its rows of gate and up, or null.
 void backward_wave(Plan& p, const bf16* dy, const bf16* saved, const Grads& g, bool want_lora) {
   const Layer& l = p.l;
@@ -246,27 +253,25 @@ void backward_wave(Plan& p, const bf16* dy, const bf16* saved, const Grads& g, b
       if (want_lora) t[q] = p.shared(ts[q], rows, p.rp[q]);
       k.t[q] = t[q];
     }
-  if (lora.r[kDown]) {
-    if (want_lora) k.gw = p.shared(kDownW, rows, p.rp[kDown]);
-    per_expert(p, [&](int64_t e, int w) {
-      low_rank_out(p, w, e, kDown, dy, l.hidden, true, k.g[kDown], k.gw);
-    });
-  }
+  if (want_lora && lora.r[kDown]) k.gw = p.shared(kDownW, rows, p.rp[kDown]);
   gate_stage(p, k);
   if (g.dw) router_grad(p, k, g.dw);
-  for (int q : {kGate, kUp})
-    if (lora.r[q])
-      per_expert(p, [&](int64_t e, int w) {
-        low_rank_out(p, w, e, q, q == kGate ? k.dgate : k.dup, p.ip, false, k.g[q], nullptr);
-      });
+  per_expert(p, [&](int64_t e, int w) {
+    for (int q : {kGate, kUp})
+      if (lora.r[q])
+        row_blocks(p.route.start[size_t(e)], p.route.start[size_t(e) + 1],
+                   [&](int64_t i, int64_t m) {
+                     const bf16* dout = (q == kGate ? k.dgate : k.dup) + i * p.ip;
+                     low_rank_out(p, k, w, e, q,
+                                  p.rows_of(w, kRows, dout, p.ip, nullptr, m, p.ip, p.ip), i);
+                   });
+  });
   if (g.dx) sum_stage(p, DxSum{p, k}, g.dx);
   if (!want_lora) return;
-  for (int q = 0; q < 3; ++q)
-    if (lora.r[q])
-      per_expert(p, [&](int64_t e, int w) {
-        p.low_rank_in(w, e, q, q == kDown ? k.h : p.batch.x, q == kDown ? p.ip : l.hidden,
-                      q != kDown, q == kDown, t[q]);
-      });
+  per_expert(p, [&](int64_t e, int w) {
+    p.low_rank_in(w, e, {kGate, kUp}, p.batch.x, l.hidden, true, false, t);
+    p.low_rank_in(w, e, {kDown}, k.h, p.ip, false, true, t);
+  });
   lora_grads(p, k, g);
 }
 

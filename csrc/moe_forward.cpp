@@ -52,13 +52,13 @@ void forward_wave(Plan& p, const Quantized* x, float* out, bf16* saved) {
   p.gate_up(x, h, saved);
   std::vector<Quantized> codes;
   if (x) codes = p.quantize(kHCodes, kDown, h, p.ip, p.route.rows());
-  bf16* t = nullptr;
+  bf16* t[3] = {};
   if (p.lora.r[kDown]) {
-    t = p.shared(kDownT, p.route.rows(), p.rp[kDown]);
+    t[kDown] = p.shared(kDownT, p.route.rows(), p.rp[kDown]);
     parallel(p.route.active(),
-             [&](int64_t e, int w) { p.low_rank_in(w, e, kDown, h, p.ip, false, false, t); });
+             [&](int64_t e, int w) { p.low_rank_in(w, e, {kDown}, h, p.ip, false, false, t); });
   }
-  sum_stage(p, DownSum{p, h, codes, t}, out);
+  sum_stage(p, DownSum{p, h, codes, t[kDown]}, out);
 }
 
 }  // namespace

@@ -188,18 +188,24 @@ void Plan::add_low_rank(int w, const bf16* t, int64_t ld, int64_t m, const Packe
         panels(w));
 }
 
-void Plan::low_rank_in(int w, int64_t active, int p, const bf16* src, int64_t ld, bool by_token,
-                       bool weighted, bf16* t) const {
-  const int64_t in = l.cols(p), kp = factor(active, p).a.shape.kp;
+void Plan::low_rank_in(int w, int64_t active, std::initializer_list<int> ps, const bf16* src,
+                       int64_t ld, bool by_token, bool weighted, bf16* const* t) const {
   row_blocks(route.start[size_t(active)], route.start[size_t(active) + 1],
              [&](int64_t i, int64_t m) {
                const int32_t* ids = by_token ? route.token.data() + i : nullptr;
                const bf16* from = by_token ? src : src + i * ld;
-               Rows a = lora.dropout > 0 ? dropped(w, p, i, from, ld, ids, m, in, kp)
-                                         : rows_of(w, kRows, from, ld, ids, m, in, kp);
-               bf16* dst = t + i * rp[p];
-               project(w, a, factor(active, p).a, lora.scaling[p], i, weighted ? nullptr : dst,
-                       weighted ? dst : nullptr, rp[p]);
+               Rows a{};
+               for (int p : ps) {
+                 if (!lora.r[p]) continue;
+                 const int64_t in = l.cols(p), kp = factor(active, p).a.shape.kp;
+                 if (lora.dropout > 0)
+                   a = dropped(w, p, i, from, ld, ids, m, in, kp);
+                 else if (!a.a)
+                   a = rows_of(w, kRows, from, ld, ids, m, in, kp);
+                 bf16* dst = t[p] + i * rp[p];
+                 project(w, a, factor(active, p).a, lora.scaling[p], i, weighted ? nullptr : dst,
+                         weighted ? dst : nullptr, rp[p]);
+               }
              });
 }
 
@@ -279,27 +285,31 @@ void Plan::gate_up(const Quantized* x, bf16* h, bf16* saved) {
   bf16* t[2] = {};
   for (int p : {kGate, kUp})
     if (lora.r[p]) t[p] = shared(p == kGate ? kGateT : kUpT, route.rows(), rp[p]);
-  if (need_low_rank)
-    parallel(route.active() * 2, [&](int64_t i, int w) {
-      int p = int(i % 2);
-      if (lora.r[p]) low_rank_in(w, i / 2, p, batch.x, l.hidden, true, false, t[p]);
-    });
   const ColumnTasks tasks(*this, kPanel, route.active());
+  const bool along = tasks.whole() && !x && lora.dropout == 0;  // with the rows of the task
+  if (need_low_rank && !along)
+    parallel(route.active(), [&](int64_t e, int w) {
+      low_rank_in(w, e, {kGate, kUp}, batch.x, l.hidden, true, false, t);
+    });
   parallel_on_nodes(tasks.counts, [&](int node, int64_t task, int w) {
     const auto [e, p0, p1] = tasks.at(node, task);
     weights.calls->fetch_add(1, std::memory_order_relaxed);
-    row_blocks(route.start[size_t(e)], route.start[size_t(e) + 1],
-               [&](int64_t i, int64_t m) { gate_up_rows(w, x, t, e, i, m, p0, p1, h, saved); });
+    row_blocks(route.start[size_t(e)], route.start[size_t(e) + 1], [&](int64_t i, int64_t m) {
+      gate_up_rows(w, x, t, along, e, i, m, p0, p1, h, saved);
+    });
   });
 }
 
-void Plan::gate_up_rows(int w, const Quantized* x, const bf16* const* t, int64_t e, int64_t i,
+void Plan::gate_up_rows(int w, const Quantized* x, bf16* const* t, bool along, int64_t e, int64_t i,
                         int64_t m, int64_t p0, int64_t p1, bf16* h, bf16* saved) const {
   const int64_t I = l.intermediate, count = kt::panels(I), expert = route.expert[size_t(e)];
   const int32_t* ids = route.token.data() + i;
   const BaseRows a =
       x ? BaseRows{true, {}, quantized_rows(w, *x, ids, i, m)}
         : BaseRows{false, rows_of(w, kRows, batch.x, l.hidden, ids, m, l.hidden, hp), {}};
+  for (int q : {kGate, kUp})
+    if (along && lora.r[q])
+      project(w, a.plain, factor(e, q).a, lora.scaling[q], i, t[q] + i * rp[q], nullptr, rp[q]);
   for (int64_t p = p0; p < p1; ++p) {
     const Slice& s = slice_of(p * kPanel);
     const Packed gate = weight(expert, kGate, s), up = weight(expert, kUp, s);

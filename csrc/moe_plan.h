@@ -123,8 +123,8 @@ struct Plan {
 
   // T_p = scaling * (mask o in) A^T for all rows of one active expert, times the routing weights if
   // `weighted`; `src` as in rows_of.
-  void low_rank_in(int w, int64_t active, int p, const bf16* src, int64_t ld, bool by_token,
-                   bool weighted, bf16* t) const;
+  void low_rank_in(int w, int64_t active, std::initializer_list<int> ps, const bf16* src,
+                   int64_t ld, bool by_token, bool weighted, bf16* const* t) const;
 
   // Rows [0, rows) of src quantized for projection p, in shared scratch: once for gate and up, per
   // slice for down.
@@ -140,7 +140,7 @@ struct Plan {
   // Stage 1 for all experts: h and/or saved pre-activations. x: tokens quantized (int8 domain).
   void gate_up(const Quantized* x, bf16* h, bf16* saved);
   // Its panels [p0, p1), rows [i, i + m) of active expert e; t: low-rank inputs of gate and up.
-  void gate_up_rows(int w, const Quantized* x, const bf16* const* t, int64_t e, int64_t i,
+  void gate_up_rows(int w, const Quantized* x, bf16* const* t, bool along, int64_t e, int64_t i,
                     int64_t m, int64_t p0, int64_t p1, bf16* h, bf16* saved) const;
 };
 
@@ -156,6 +156,7 @@ struct ColumnTasks {
   std::vector<OfNode> nodes{};
   std::vector<int64_t> counts{};  // tasks of a node
 
+  bool whole() const { return nodes.size() == 1 && nodes[0].per_expert == 1; }  // one per expert
   ColumnTasks(const Plan& p, int64_t unit, int64_t experts);
   Task at(int node, int64_t task) const {
     const OfNode& n = nodes[size_t(node)];
