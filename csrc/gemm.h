@@ -37,19 +37,29 @@ KT_OP void store_c(const typename I::f32 (&total)[M][P][kVecs<I>], float* c) {
         *(typename I::f32*)(c + i * kCols + q * kPanel + j * I::lanes) = total[i][q][j];
 }
 
-// C[i][16 q + ..] (+)= scale x unit x acc.
 template <class I, int M, int P>
-KT_OP void fold(typename I::f32 (&acc)[M][P][kVecs<I>], const bf16* const (&scale)[P], float unit,
-                bool set, float* c) {
+KT_OP void clear_c(float* c) {
+  const typename I::f32 zero[M][P][kVecs<I>] = {};
+  store_c<I, M, P>(zero, c);
+}
+
+// The scales of a matrix without: so that fold() has no branches, across which gcc would not keep
+// sums in registers.
+alignas(64) constexpr bf16 kOnes[kPanel] = {0x3f80, 0x3f80, 0x3f80, 0x3f80, 0x3f80, 0x3f80,
+                                            0x3f80, 0x3f80, 0x3f80, 0x3f80, 0x3f80, 0x3f80,
+                                            0x3f80, 0x3f80, 0x3f80, 0x3f80};
+
+// C[i][16 q + ..] += scale x unit x acc.
+template <class I, int M, int P>
+KT_OP void fold(const typename I::f32 (&acc)[M][P][kVecs<I>], const bf16* const (&scale)[P],
+                float unit, float* c) {
   using f32 = typename I::f32;
   for (int q = 0; q < P; ++q)
     for (int j = 0; j < kVecs<I>; ++j) {
-      f32 s = I::splat(unit);
-      if (scale[q]) s *= I::load_bf16(scale[q] + j * I::lanes);
+      const f32 s = I::splat(unit) * I::load_bf16(scale[q] + j * I::lanes);
       for (int i = 0; i < M; ++i) {
         float* p = c + i * kCols + q * kPanel + j * I::lanes;
-        f32 base = set ? f32{} : *(f32*)p;
-        *(f32*)p = I::fma(s, acc[i][q][j], base);
+        *(f32*)p = I::fma(s, acc[i][q][j], *(f32*)p);
       }
     }
 }
@@ -63,7 +73,7 @@ struct Ahead {
 };
 
 // P of the `width` panels that lie side by side in unpacked lines b.
-// `scales[q]`: [groups][16] bf16 or null, times `unit`; `step` pairs per group.
+// `scales[q]`: [groups][16] bf16, times `unit`; `step` pairs per group.
 template <class I, int M, int P>
 __attribute__((noinline)) void tile(const typename I::A* a, int64_t lda, const typename I::B* b,
                                     int64_t width, const bf16* const* scales, float unit,
@@ -73,6 +83,9 @@ __attribute__((noinline)) void tile(const typename I::A* a, int64_t lda, const t
   const typename I::A*
       row[(M + 2) / 3];  // every third row: the two after it are base + ld, base + 2 ld
   for (int i = 0; i < M; i += 3) row[i / 3] = a + i * lda;
+  const bf16* scale[P];
+  for (int q = 0; q < P; ++q) scale[q] = scales[q];
+  if (!add) clear_c<I, M, P>(c);
   for (int64_t g = 0, p = 0; g < pairs; g += step) {
     typename I::f32 acc[M][P][V] = {};
     for (int64_t end = min64(pairs, g + step); p < end; ++p, b += width * V) {
@@ -88,9 +101,8 @@ __attribute__((noinline)) void tile(const typename I::A* a, int64_t lda, const t
                   I::madd(acc[i][q][j], row[i / 3] + (i % 3) * lda + 2 * p, w[q][j], s, I{});
       }
     }
-    const bf16* sc[P];
-    for (int q = 0; q < P; ++q) sc[q] = scales[q] ? scales[q] + g / step * kPanel : nullptr;
-    fold<I, M, P>(acc, sc, unit, g == 0 && !add, c);
+    fold<I, M, P>(acc, scale, unit, c);
+    for (int q = 0; q < P; ++q) scale[q] += kPanel;
   }
 }
 
@@ -116,12 +128,13 @@ void dense(const Rows& a, const Line<I, P>* b, const bf16* const* scales, float 
   // Panels per tile: accumulators take at most three quarters of the registers.
   constexpr int N = 4 * I::mr * P * kVecs<I> <= 3 * I::registers ? P : 1;
   int64_t tiles = (a.m + I::mr - 1) / I::mr;
+  const bf16* scale[P];
+  for (int q = 0; q < P; ++q) scale[q] = scales[q] ? scales[q] : kOnes;  // one group then
   for (int q = 0; q < P; q += N)
     for (int64_t t = 0, i = 0; t < tiles; ++t) {
       int64_t rows = (a.m - i + tiles - t - 1) / (tiles - t);
-      tile_rows<I, N>(rows, (const typename I::A*)a.a + i * a.ld, a.ld, b->v[q], P, scales + q,
-                      unit, pairs, step, add, next.run[t & 1], next.jump,
-                      c + i * kCols + q * kPanel);
+      tile_rows<I, N>(rows, (const typename I::A*)a.a + i * a.ld, a.ld, b->v[q], P, scale + q, unit,
+                      pairs, step, add, next.run[t & 1], next.jump, c + i * kCols + q * kPanel);
       i += rows;
     }
 }
@@ -177,9 +190,13 @@ struct Driver {
     constexpr bool hold = 4 * M * P * V <= I::registers;
     f32 total[M][P][V] = {};
     if (hold && add) load_c<I, M, P>(c, total);
+    if (!hold && !add) clear_c<I, M, P>(c);
     Stream in[P];
     const bf16* scale[P];
-    for (int q = 0; q < P; ++q) in[q] = stream(w[q], shape), scale[q] = scales[q];
+    for (int q = 0; q < P; ++q) {
+      in[q] = stream(w[q], shape);
+      scale[q] = F::scaled ? scales[q] : kOnes;
+    }
     for (int64_t g = 0, p = 0; g < pairs; g += step) {
       f32 acc[M][P][V] = {};
       for (int64_t end = min64(pairs, g + step); p < end; p += F::pairs)
@@ -202,7 +219,7 @@ struct Driver {
             for (int i = 0; i < M; ++i) total[i][q][j] = I::fma(s, acc[i][q][j], total[i][q][j]);
           }
       } else {
-        fold<I, M, P>(acc, scale, F::template unit<I>, g == 0 && !add, c);
+        fold<I, M, P>(acc, scale, F::template unit<I>, c);
       }
       if (F::scaled)
         for (int q = 0; q < P; ++q) scale[q] += kPanel;
