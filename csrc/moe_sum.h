@@ -17,8 +17,8 @@
 
 namespace kt {
 
-// What the buffer of several nodes may hold; more columns take further turns. Well within the
-// last-level caches of the machines that have several nodes.
+// What the buffer of several nodes may hold, but 32 columns at least: more columns take further
+// turns. Well within the last-level caches of the machines that have several nodes.
 constexpr int64_t kPartialBytes = 32 << 20;
 
 template <class S>

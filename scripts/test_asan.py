@@ -17,7 +17,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build" / "asan"
-TESTS = ("test_kernels.py", "test_experts.py", "test_store.py", "test_sft_autograd.py")
+TESTS = (
+    *("test_kernels.py", "test_experts.py", "test_numa.py"),
+    *("test_store.py", "test_sft_autograd.py"),
+)
 
 # First in sys.meta_path: the finder of the editable install would answer with the release build.
 SITE = """\

@@ -260,3 +260,8 @@ def test_stop_filter_equals_searching_at_once() -> None:
             pieces = (text[:first], text[first:second], text[second:])
             out = "".join(stop.push(piece) for piece in pieces) + stop.flush()
             assert out == expected and stop.stopped
+
+
+def test_more_numa_nodes_than_there_are_are_refused(folder: Path) -> None:
+    with pytest.raises(ValueError, match="numa_nodes is 99 but this process has CPUs and memory"):
+        cli.build(options(folder, "--numa-nodes", "99"))

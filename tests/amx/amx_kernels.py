@@ -253,6 +253,24 @@ def test_any_number_of_threads(tiles):
         assert all(torch.equal(a, b) for a, b in zip(seen[1], seen[n], strict=True)), n
 
 
+@pytest.mark.products("tdpbf16ps")
+def test_any_number_of_nodes(tiles):
+    """Products have the same rows whoever computes them, so tiles add the same way."""
+    case = make_case(E=2, H=64, I=96, T=40, K=1, format="bf16", slices=3, dtype=torch.float32)
+    dy = torch.randn(case.x.shape, generator=torch.Generator().manual_seed(3))
+    want = run_all(case, dy)
+    _kt.set_threads(3, True)
+    for n in (2, 3):
+        _kt.pretend_nodes(n)
+        _kt.set_nodes(n)
+        got = run_all(case, dy)
+        assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True)), n
+    assert tiles.configured() == 0
+    _kt.set_nodes(1)
+    _kt.pretend_nodes(0)
+    _kt.set_threads(0)
+
+
 def test_calls_from_several_threads():
     cases = [make_case(E=2, T=40, seed=s, dtype=torch.float32) for s in range(3)]
     dy = torch.randn(cases[0].x.shape, generator=torch.Generator().manual_seed(3))
