@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from datasets import Dataset
+from pyarrow import compute  # type: ignore[import-untyped]
 from torch import distributed
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.training_args import OptimizerNames
@@ -113,12 +115,12 @@ def top_k(config: Any) -> int:
 class Budget(TrainerCallback):
     """Added by the LLaMA-Factory seam: prints the plan before the first step.
 
-    longest: tokens of the longest row. stage: LLaMA-Factory's. Raises MemoryError if a layer_major
-    batch does not fit.
+    cutoff_len: tokens of a row at most, for data whose rows cannot be looked at. stage:
+    LLaMA-Factory's. Raises MemoryError if a layer_major batch does not fit.
     """
 
-    def __init__(self, config: KTConfig, longest: int, stage: str) -> None:
-        self._config, self._longest, self._stage = config, longest, stage
+    def __init__(self, config: KTConfig, cutoff_len: int, stage: str) -> None:
+        self._config, self._cutoff_len, self._stage = config, cutoff_len, stage
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kw: Any
@@ -128,7 +130,7 @@ class Budget(TrainerCallback):
         by_rows = self._config.layer_major and self._stage in ("pt", "sft")
         plan = predict(
             kw["model"],
-            rows * self._longest,
+            rows * (longest_row(kw["train_dataloader"].dataset) or self._cutoff_len),
             loss_rows=rows if by_rows else 1,
             activation=self._config.activation,
             optimizer=OptimizerNames(args.optim).value,
@@ -148,11 +150,23 @@ class Budget(TrainerCallback):
                 "kt_config.layer_major, or lower gradient_accumulation_steps or cutoff_len"
             )
         log.warning(
-            "kt: %s if every row is as long as cutoff_len allows, but %s leaves %s",
+            "kt: %s if a batch is all rows of the longest kind, but %s leaves %s",
             needed,
             tightest.name,
             f"{tightest.available:,}",
         )
+
+
+def longest_row(dataset: Any) -> int | None:
+    """Tokens of the longest row, rounded up to 8 as LLaMA-Factory pads; None where the rows are not
+    at hand (streaming).
+    """
+    if not isinstance(dataset, Dataset):
+        return None
+    names = [name for name in dataset.column_names if name.endswith("input_ids")]
+    lengths = [compute.max(compute.list_value_length(dataset.data.column(n))) for n in names]
+    longest = max((length.as_py() for length in lengths), default=None)
+    return None if longest is None else -(-longest // 8) * 8
 
 
 def ranks_of_this_host() -> int:

@@ -5,13 +5,16 @@ predicted.
 from __future__ import annotations
 
 import logging
+import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import lf_cases
 import pytest
 import sft_cases as cases
 import torch
+from datasets import Dataset
 from transformers import PretrainedConfig
 
 from kt_core import experts as core
@@ -102,12 +105,12 @@ def test_what_is_kept_is_what_was_predicted(root, calls, capsys):
     printed = capsys.readouterr().out
     assert "kt: memory: experts 0." in printed
     assert "LoRA 0.1 MiB + gradients 0.1 MiB + optimizer 0.2 MiB" in printed
-    # 2 rows of cutoff_len 64
     assert f"kept for backward ({per_token} bytes per token)" in printed
-    assert "for at most 128 tokens at once" in printed
+    most = int(re.search(r"for at most (\d+) tokens at once", printed)[1])
+    assert max(tokens for _, tokens, _ in calls) <= most < 2 * 64  # 2 rows, cutoff_len is 64
     for kind, tokens, kept in calls:
         if kind == "forward":
-            assert kept * LAYERS == tokens * per_token and tokens <= 128
+            assert kept * LAYERS == tokens * per_token
 
 
 def test_the_plan_is_the_sum_of_the_tensors(tmp_path):
@@ -212,6 +215,14 @@ def test_bytes_of_logits_against_measured_memory(rows, dtype, tmp_path):
     assert float(done.stdout) == pytest.approx(per_logit, rel=0.2)
 
 
+def test_the_longest_row_of_the_data():
+    rows = [[1] * n for n in (3, 17, 5)]
+    pairs = Dataset.from_dict({"chosen_input_ids": rows, "rejected_input_ids": [[1] * 30] * 3})
+    assert budget.longest_row(Dataset.from_dict({"input_ids": rows, "labels": rows})) == 24
+    assert budget.longest_row(pairs) == 32
+    assert budget.longest_row(pairs.to_iterable_dataset()) is None
+
+
 @pytest.mark.parametrize(
     ("values", "k"),
     [
@@ -240,5 +251,6 @@ def test_too_little_memory_is_warned_of(root, caplog, monkeypatch):
         is_world_process_zero = True
 
     with caplog.at_level(logging.WARNING, "kt"):
-        callback.on_train_begin(Arguments, State, None, model=model)
+        loader = SimpleNamespace(dataset=[])
+        callback.on_train_begin(Arguments, State, None, model=model, train_dataloader=loader)
     assert "but the test's limit leaves 100,000" in caplog.text

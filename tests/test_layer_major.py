@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -105,10 +106,25 @@ def test_preference_pairs(stage, root, monkeypatch):
 
 
 def test_the_other_name(root, capsys):
-    args = lf_cases.arguments(root, "alias", kt_layer_major=True, max_steps=1)
-    lf_cases.run(args)
-    # 2 micro-batches of 2 rows of at most 64 tokens
-    assert "for at most 256 tokens at once" in capsys.readouterr().out
+    """Memory is planned for 2 micro-batches of 2 rows at once, for two or four at a time."""
+    at_once = []
+    for together in (False, True):
+        lf_cases.run(lf_cases.arguments(root, "alias", kt_layer_major=together, max_steps=1))
+        printed = capsys.readouterr().out
+        at_once.append(int(re.search(r"at most (\d+) tokens at once", printed)[1]))
+    assert at_once[1] == 2 * at_once[0]
+
+
+def test_resuming_continues_where_it_stopped(root):
+    """Four steps against two and two more; dropout on."""
+    changes = {"lora_dropout": 0.1, "save_steps": 2, "save_strategy": "steps"}
+    whole = lf_cases.arguments(root, "whole", kt_layer_major=True, **changes)
+    lf_cases.run(whole)
+    changes["resume_from_checkpoint"] = str(Path(whole["output_dir"]) / "checkpoint-2")
+    rest = lf_cases.arguments(root, "rest", kt_layer_major=True, **changes)
+    lf_cases.run(rest)
+    losses = lf_cases.losses(whole["output_dir"])
+    assert len(losses) == 4 and lf_cases.losses(rest["output_dir"])[2:] == losses[2:]
 
 
 REFUSED = {
