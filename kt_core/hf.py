@@ -30,7 +30,7 @@ from transformers.core_model_loading import (
 from transformers.integrations import is_fsdp_enabled
 from transformers.modeling_utils import PreTrainedModel, is_local_dist_rank_0
 
-from kt_core import checkpoint, experts, packing, runtime
+from kt_core import checkpoint, experts, memory, packing, reuse, runtime
 from kt_core.host import Host
 from kt_core.layout import ExpertsLayout, find_experts
 from kt_core.module import KTExpertsLinear, Runner, inference_runner
@@ -59,6 +59,7 @@ class LoadSettings:
     packed_dir: str | Path | None = None
     runner: Runner = inference_runner
     host: Host = field(default_factory=Host)
+    reuse: bool = False
 
     def __post_init__(self) -> None:
         formats = sorted({str(kernel["format"]) for kernel in runtime.kernels()})
@@ -218,18 +219,28 @@ def _load_pretrained_model(
         parameter=_renaming(model, load_config.weight_mapping),
         transposed=_transposed(model, load_config.weight_mapping),
     )
-    packed = packing.pack(
-        layouts,
-        source,
-        want,
-        model=source_name,
-        other_bytes=_other_bytes(model, layouts, load_config.device_map),
-        # Under FSDP with cpu_ram_efficient_loading only the first process of a machine holds them.
-        copies=1 if is_fsdp_enabled() else host.size,
-        format=packing.Format(settings.format, settings.weights_per_scale, settings.numa_nodes),
-        packed_dir=settings.packed_dir,
-        host=host,
-    )
+    form = packing.Format(settings.format, settings.weights_per_scale, settings.numa_nodes)
+    other_bytes = _other_bytes(model, layouts, load_config.device_map)
+    # Under FSDP with cpu_ram_efficient_loading only the first process of a machine holds them.
+    copies = 1 if is_fsdp_enabled() else host.size
+    packed = reuse.find(source, layouts, form) if settings.reuse else None
+    if not host.all_have("looking for loaded experts", packed is not None) or packed is None:
+        packed = packing.pack(
+            layouts,
+            source,
+            want,
+            model=source_name,
+            other_bytes=other_bytes,
+            copies=copies,
+            format=form,
+            packed_dir=settings.packed_dir,
+            host=host,
+        )
+        reuse.remember(packed, source, layouts, form)
+    else:
+        plan = memory.MemoryPlan(0, other_bytes, staging=0, mapped=0, copies=copies)
+        with host.step("comparing the memory they need with what is there", everywhere=True):
+            memory.check(plan, memory.limits(), source_name)
     _swap(model, layouts, packed, settings.runner)
     _origins[model] = Origin(source.files, want)
     # What transformers, which no longer knows the experts, will call their tensors.

@@ -34,6 +34,10 @@ class Host:
         """The value that the host's first process passed; `what` as in `step`."""
         return value
 
+    def all_have(self, what: str, here: bool) -> bool:
+        """Whether something is so on every process of the run; `what` as in `step`."""
+        return here
+
     def use_threads(self, asked: int | None) -> None:
         """Sets the kernels' threads: as many as asked, or (None) this process's share of the CPUs.
 

@@ -127,6 +127,9 @@ class _RanksOfHost(Host):
     def from_first(self, what: str, value: Any) -> Any:
         return _gather(value if self.rank == 0 else None, self._local, what)[0]
 
+    def all_have(self, what: str, here: bool) -> bool:
+        return all(_gather(here, self._everyone, what))
+
     def use_threads(self, asked: int | None) -> None:
         asked = runtime.asked_threads(asked)
         share = share_of_cpus(self._me, self._locals)

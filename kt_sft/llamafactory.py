@@ -167,7 +167,8 @@ def adapt_loader(module: Any) -> None:
             model_args.device_map = {"": _device()}
         # `all` picks by class and leaf name, and in some families the router is a Linear
         router = finetuning_args.lora_target != ["all"]
-        with plugin.loading(config, router=router), stages.use_kt_is(model_args, True):
+        again = not is_trainable  # a reference or reward model, beside the one that is trained
+        with plugin.loading(config, router=router, again=again), stages.use_kt_is(model_args, True):
             model = original(tokenizer, model_args, finetuning_args, is_trainable, *args, **kw)
         base = next(m for m in model.modules() if isinstance(m, PreTrainedModel))
         plugin.prepare(base, config)

@@ -141,17 +141,18 @@ def load_settings(config: KTConfig) -> hf.LoadSettings:
 
 
 @contextmanager
-def loading(config: KTConfig, *, router: bool = True) -> Iterator[None]:
+def loading(config: KTConfig, *, router: bool = True, again: bool = False) -> Iterator[None]:
     """Inside it, `from_pretrained` of a causal language model puts the experts into CPU memory,
     ready for training, one copy per host, and new adapters get the ranks of `config`; for `router`
-    see NewAdapters. Collective: every rank of a run loads the model.
+    see NewAdapters. `again`: a second model of the run, which shares the experts of the first if it
+    is from the same checkpoint. Collective: every rank of a run loads the model.
     """
     install()
     settings = load_settings(config)
     new = groups.NewAdapters(config.lora_rank or {}, router)
     with (
         dist.host_of_run() as host,
-        hf.experts_on_cpu(dataclasses.replace(settings, host=host)),
+        hf.experts_on_cpu(dataclasses.replace(settings, host=host, reuse=again)),
         groups.rules(new),
     ):
         yield

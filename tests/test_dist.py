@@ -15,13 +15,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+import lf_cases
 import models
 import pytest
+import rank_cases
 import sft_cases as cases
 import torch
+import transformers
 
-from kt_core import shared
-from kt_sft import dist
+from kt_core import checkpoint, shared
+from kt_sft import dist, plugin
+from kt_sft.config import KTConfig
 
 
 @pytest.fixture(scope="module")
@@ -136,6 +140,40 @@ def test_the_memory_of_two_ranks_is_that_of_one_copy(tmp_path, two_ranks):
     packed = found[0][2]
     assert packed == 5 * 32 * 3 * 256 * 256 * 2  # 60 MiB
     assert 0.95 * packed <= used <= 1.15 * packed, (used / packed, found)
+
+
+def _again(path, **config):
+    with plugin.loading(KTConfig(**config), again=True):
+        return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+
+
+def test_a_second_model_of_a_run_shares_the_experts_of_the_first(tmp_path):
+    path = cases.checkpoint(tmp_path)
+    first = cases.load(path)
+    own = rank_cases.experts_of(first)
+    second = _again(path, format="bf16")
+    assert all(a is b for a, b in zip(own, rank_cases.experts_of(second), strict=True))
+    ids = cases.token_ids()
+    assert torch.equal(cases.logits(first, ids), cases.logits(second, ids))
+    for other in (cases.load(path), _again(path, format="int8")):  # not asked for, or not the same
+        assert all(a is not b for a, b in zip(own, rank_cases.experts_of(other), strict=True))
+    os.utime(path / "model.safetensors")  # a file that was written again
+    other = _again(path, format="bf16")
+    assert all(a is not b for a, b in zip(own, rank_cases.experts_of(other), strict=True))
+
+
+def test_a_reference_model_brings_no_second_copy(tmp_path, monkeypatch):
+    """DPO against a frozen model through LLaMA-Factory: two layers are packed, not four."""
+    root, packed = lf_cases.workspace(tmp_path), []
+    fill = checkpoint.fill
+    monkeypatch.setattr(
+        checkpoint, "fill", lambda layer, *rest: (packed.append(layer.name), fill(layer, *rest))
+    )
+    dpo = {"stage": "dpo", "dataset": "dpo", "max_steps": 1, "gradient_accumulation_steps": 1}
+    args = lf_cases.arguments(root, "dpo", ref_model=str(root / "model"), **dpo)
+    lf_cases.run(args)
+    assert packed == [f"model.layers.{i}.mlp.experts" for i in range(2)]
+    assert abs(lf_cases.losses(args["output_dir"])[0] - 0.693147) < 1e-6
 
 
 # ------------------------------------------------------------------------- the shared memory itself
