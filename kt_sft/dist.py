@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import select
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -83,7 +84,7 @@ def host_of_run() -> Iterator[Host]:
         return
     everyone = distributed.new_group(backend="gloo", timeout=_PATIENCE)
     me = this_rank()
-    ranks = _gather(me, everyone, "starting to load the model")
+    ranks = _gather(me, everyone)
     groups: dict[str, list[int]] = {}
     for rank in ranks:
         groups.setdefault(rank.host, []).append(rank.number)
@@ -118,17 +119,28 @@ class _RanksOfHost(Host):
         if isinstance(error, LostRankError):  # nobody to tell
             raise error
         group = self._everyone if everywhere else self._local
-        told = _gather(_portable(error), group, what)
+        told = self._ask(_portable(error), group, what)
         if error is not None:
             raise error
         if theirs := [e for e in told if e is not None]:
             raise theirs[0]
 
     def from_first(self, what: str, value: Any) -> Any:
-        return _gather(value if self.rank == 0 else None, self._local, what)[0]
+        return self._ask(value if self.rank == 0 else None, self._local, what)[0]
 
     def all_have(self, what: str, here: bool) -> bool:
-        return all(_gather(here, self._everyone, what))
+        return all(self._ask(here, self._everyone, what))
+
+    def _ask(self, value: Any, group: Any, what: str) -> list[Any]:
+        try:
+            return _gather(value, group)
+        except RuntimeError as error:
+            peers = [r for r in self._locals if r != self._me]
+            gone = ", ".join(str(r) for r in ended(peers)) or "another rank"
+            raise LostRankError(
+                f"rank {self._me.number} lost {gone} while {what}: it ended or hangs, see its own "
+                f"last message ({error})"
+            ) from error
 
     def use_threads(self, asked: int | None) -> None:
         asked = runtime.asked_threads(asked)
@@ -149,17 +161,29 @@ class LostRankError(RuntimeError):
     """Another rank ended or does not answer."""
 
 
-def _gather(value: Any, group: Any, what: str) -> list[Any]:
-    """Everybody's value, in the order of ranks. `what` is what the others are waited for."""
+def _gather(value: Any, group: Any) -> list[Any]:
+    """Everybody's value, in the order of ranks."""
     found: list[Any] = [None] * distributed.get_world_size(group)
-    try:
-        distributed.all_gather_object(found, value, group=group)
-    except RuntimeError as error:
-        raise LostRankError(
-            f"rank {distributed.get_rank()} lost another rank while {what}: it ended or hangs; its "
-            f"own message is further up ({error})"
-        ) from error
+    distributed.all_gather_object(found, value, group=group)
     return found
+
+
+def ended(peers: Sequence[Rank], patience: float = 2.0) -> list[Rank]:
+    """Those of the `peers`, ranks of this host, that have ended; waits for the first to be told."""
+    gone, descriptors = [], {}
+    for peer in peers:
+        try:
+            descriptors[os.pidfd_open(peer.pid)] = peer
+        except ProcessLookupError:
+            gone.append(peer)
+    poller = select.poll()
+    for descriptor in descriptors:
+        poller.register(descriptor, select.POLLIN)
+    ready = poller.poll(0 if gone else patience * 1000) if descriptors else []
+    gone += [descriptors[descriptor] for descriptor, _ in ready]
+    for descriptor in descriptors:
+        os.close(descriptor)
+    return gone
 
 
 def _portable(error: Exception | None) -> Exception | None:

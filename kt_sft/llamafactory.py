@@ -274,7 +274,7 @@ def check_run(model_args: Any, training_args: Any, finetuning_args: Any) -> None
         raise ValueError(
             "this machine has no GPU and accelerate would silently run DDP instead of the FSDP "
             "that is configured; "
-            "launch with accelerate_configs/cpu.yaml"
+            "launch with accelerate_configs/cpu.yaml (one process) or ddp_cpu.yaml"
         )
     _check_load(model_args, config)
     # Several GPUs in one process would be wrapped in nn.DataParallel; the experts serve one replica

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import os
+import signal
 import zlib
 from pathlib import Path
 from types import SimpleNamespace
@@ -86,10 +88,11 @@ def log_line(patch, hosts=None):
     return callback.measure(), budget.ranks_of_this_host()
 
 
-def refused(patch, path, hosts=None, available=None, fails_on=None, **config):
+def refused(patch, path, hosts=None, available=None, fails_on=None, killed=False, **config):
     """The sentence with which this rank refuses to load, and the bytes it would have needed.
 
-    available: what the machine has. fails_on: the rank that meets a damaged checkpoint.
+    available: what the machine has. fails_on: the rank that meets a damaged checkpoint, or
+    (killed) a kill -9 there.
     """
     rank = place(patch, hosts)
     plans = []
@@ -103,6 +106,8 @@ def refused(patch, path, hosts=None, available=None, fails_on=None, **config):
 
         def damaged(layer, *rest):
             if ".1." in layer.name:
+                if killed:
+                    os.kill(os.getpid(), signal.SIGKILL)
                 raise ValueError(f"{layer.name} is damaged")
             fill(layer, *rest)
 
@@ -110,7 +115,7 @@ def refused(patch, path, hosts=None, available=None, fails_on=None, **config):
     sentence = None
     try:
         cases.load(path, **config)
-    except (ValueError, OSError, MemoryError) as error:
+    except (ValueError, OSError, MemoryError, dist.LostRankError) as error:
         sentence = f"{type(error).__name__}: {error}"
     return sentence, plans[0] if plans else None
 

@@ -22,6 +22,7 @@ import rank_cases
 import sft_cases as cases
 import torch
 import transformers
+from rank_group import RankGroup
 
 from kt_core import checkpoint, shared
 from kt_sft import dist, plugin
@@ -93,6 +94,16 @@ def test_a_failure_on_one_host_is_raised_on_all(path, three_ranks):
     assert [sentence for sentence, _ in answers] == [damaged] * 3
     answers = three_ranks.run("refused", path=path, fails_on=0)
     assert [sentence for sentence, _ in answers] == [damaged] * 3
+
+
+def test_f12_a_rank_that_is_killed_while_it_packs_is_named(path):
+    """The other rank does not wait for the rest: it names rank, process and layer."""
+    with RankGroup(2) as group:
+        group.start("refused", path=path, fails_on=0, killed=True)
+        first = group.processes[0]
+        sentence, _ = group.answer(1)
+    assert sentence.startswith(f"LostRankError: rank 1 lost rank 0 (process {first.pid} on ")
+    assert "while packing model.layers.1.mlp.experts" in sentence
 
 
 def test_ranks_divide_the_cpus(path, two_ranks):
