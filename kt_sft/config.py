@@ -115,6 +115,11 @@ class KTConfig:
             )
         known = [field.name for field in dataclasses.fields(cls)]
         for key, value in values.items():
+            if key == "experts":
+                raise ValueError(
+                    f"kt_config: experts={value!r} is not supported: LoRA goes on all experts of a "
+                    "layer; remove it and name experts in lora_target"
+                )
             if key not in known:
                 near = difflib.get_close_matches(str(key), known, n=1)
                 fix = f"did you mean {near[0]}?" if near else f"known keys are {', '.join(known)}"
