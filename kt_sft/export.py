@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from kt_core import adapter
+from kt_sft import value_head
 
 # (key, default of LLaMA-Factory, fix) of export options that this way of exporting cannot honour
 _REFUSED = (
@@ -21,7 +22,7 @@ _REFUSED = (
     ("export_hub_model_id", None, "remove it and upload export_dir with `hf upload`"),
     ("export_size", 5, "remove it: the base checkpoint's shards are kept"),
 )
-_VALUE_HEADS = ("value_head.safetensors", "value_head.bin")
+_VALUE_HEADS = (value_head.FILE, "value_head.bin")
 
 
 def export(model_args: Any, data_args: Any, finetuning_args: Any) -> None:

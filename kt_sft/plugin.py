@@ -34,12 +34,18 @@ def install() -> None:
     from peft.tuners.lora import LoraModel
     from transformers import Trainer
 
-    from kt_sft import card, peft_io, resume, step_log
+    from kt_sft import card, peft_io, resume, step_log, value_head
 
     hf.install()
     resume.read_on_numbered_cpus()
     _wrap(Trainer, "log", step_log.log, ["self", "logs"])
     _wrap(Trainer, "create_model_card", card.create_model_card, ["self", "language", "license"])
+    _wrap(
+        Trainer,
+        "_load_from_checkpoint",
+        value_head.load_from_checkpoint,
+        ["self", "resume_from_checkpoint", "model"],
+    )
     _wrap(Trainer, "training_step", resume.training_step, ["self", "model", "inputs"])
     _wrap(Trainer, "_maybe_log_save_evaluate", resume.after_step, ["self", "tr_loss"])
     _wrap(Trainer, "save_model", resume.save_model, ["self", "output_dir", "_internal_call"])

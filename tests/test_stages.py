@@ -156,6 +156,18 @@ def test_a_checkpoint_of_a_reward_model_has_its_own_head(reward):
     assert read_adapter(reward / "checkpoint-12").projections == ["gate", "up", "down"]
 
 
+def test_a_reward_model_resumes_where_it_stopped(root):
+    """4 steps against 2, then 2 more from the checkpoint; dropout on."""
+    changes = {"stage": "rm", "dataset": "dpo", "save_strategy": "steps", "save_steps": 2,
+               "lora_dropout": 0.1}  # fmt: skip
+    whole = _run(root, "rm-whole", **changes)
+    rest = _run(root, "rm-rest", resume_from_checkpoint=str(whole / "checkpoint-2"), **changes)
+    assert lf_cases.losses(rest)[2:] == lf_cases.losses(whole)[2:]
+    for name in ("value_head.safetensors", WEIGHTS_FILE):
+        a, b = load_file(whole / name), load_file(rest / name)
+        assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
 # ----------------------------------------------------------------------------------------- options
 
 
