@@ -55,7 +55,7 @@ class KTConfig:
     layer_major: bool = False
     lora_rank: Mapping[str, int] | None = None
     export_layout: str = "per_expert"
-    merged_eval: int = 8
+    merged_eval: int = 2
 
     def __post_init__(self) -> None:
         _one_of("format", self.format, FORMATS)

@@ -9,6 +9,7 @@ base checkpoint once.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ from kt_core.checkpoint import Part
 from kt_core.experts import Experts
 from kt_core.module import KTExpertsLinear
 from kt_sft.lora import KTExpertsLoraLinear
+
+log = logging.getLogger("kt")
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,11 @@ def measure(trainer: Any, batches: int) -> dict[str, HeldOut]:
             continue
         count = min(len(data), batches * trainer.args.eval_batch_size * trainer.args.world_size)
         few = data.select(range(count))
+        log.info(
+            "kt: held-out loss as trained and merged into bf16, on %d records; the latter reads "
+            "the base checkpoint for every batch (kt_config.merged_eval: 0 leaves it out)",
+            count,
+        )
         as_trained = _loss(trainer, few)
         with as_merged(trainer.accelerator.unwrap_model(trainer.model)):
             merged = _loss(trainer, few)
