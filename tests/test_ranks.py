@@ -146,3 +146,17 @@ def test_deepspeed_zero3_is_refused(root, two_ranks):
     args = arguments(root, "zero3", 2, use_cpu=None, ddp_backend="gloo")
     with pytest.raises(AssertionError, match="cannot run under DeepSpeed ZeRO-3.*use ZeRO-2, or F"):
         two_ranks.run("train", args=args, zero=3)
+
+
+def test_deepspeed_zero2_resumes_to_the_same_bits(root, two_ranks):
+    """4 steps against 2 and 2 more; the checkpoint holds nothing of the frozen base."""
+    steps = {"save_steps": 2, "save_strategy": "steps", "lora_dropout": 0.1}
+    steps |= {"use_cpu": None, "ddp_backend": "gloo"}
+    whole = arguments(root, "zero-whole", 6, **steps)
+    before = two_ranks.run("train", args=whole, zero=2)[0]["losses"]
+    checkpoint = Path(whole["output_dir"]) / "checkpoint-2"
+    rest = arguments(root, "zero-rest", 6, resume_from_checkpoint=str(checkpoint), **steps)
+    assert two_ranks.run("train", args=rest, zero=2)[0]["losses"][2:] == before[2:]
+    size = sum(p.stat().st_size for p in checkpoint.rglob("*") if p.is_file())
+    # the adapter for PEFT and for DeepSpeed, its fp32 masters and two moments; scripts and logs
+    assert size < 6 * 4 * 23552 + 400_000, size
