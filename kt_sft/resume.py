@@ -50,6 +50,7 @@ class SafeStop(TrainerCallback):
     def __init__(self) -> None:
         self.signal = 0
         self.leaving = False
+        self.saved = 0  # the step of this run's last whole checkpoint, also one it started from
         self._at = 0.0
         self._previous: dict[int, Any] = {}
         self._random: dict[str, Any] = {}
@@ -60,6 +61,7 @@ class SafeStop(TrainerCallback):
     ) -> None:
         """Takes over the signals (main thread only: elsewhere Python cannot)."""
         self.signal, self._process = 0, os.getpid()
+        self.saved = state.global_step
         self.remember()
         try:
             self._previous = {s: signal.signal(s, self._receive) for s in _SIGNALS}
@@ -165,12 +167,14 @@ def _leave(trainer: Any, stop: SafeStop, number: int) -> NoReturn:
     stop.leaving = True
     state, args = trainer.state, trainer.args
     folder = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+    if state.global_step != stop.saved:
+        stop.restore()
+        trainer._save_checkpoint(trainer.model_wrapped, trial=None)
+        trainer.callback_handler.on_save(args, state, trainer.control)
+    elif not folder.is_dir() and args.resume_from_checkpoint:
+        folder = Path(args.resume_from_checkpoint)
     what = "no step was finished, so there is nothing to save"
     if state.global_step > 0:
-        if not folder.is_dir():
-            stop.restore()
-            trainer._save_checkpoint(trainer.model_wrapped, trial=None)
-            trainer.callback_handler.on_save(args, state, trainer.control)
         what = f"saved {folder}; go on with resume_from_checkpoint: {folder}"
     trainer.callback_handler.on_train_end(args, state, trainer.control)
     if state.is_world_process_zero:
@@ -190,7 +194,8 @@ def save_checkpoint(
 
     Raises OSError naming the last whole checkpoint where the disk is full or fails.
     """
-    if _stop_of(trainer) is None:
+    stop = _stop_of(trainer)
+    if stop is None:
         original(trainer, model, trial, **kw)
         return
     args, state = trainer.args, trainer.state
@@ -223,6 +228,7 @@ def save_checkpoint(
         _put_in_place(staging / name, run / name)
         shutil.rmtree(staging, ignore_errors=True)
     _wait()
+    stop.saved = state.global_step
     if args.should_save:
         rotate_checkpoints(
             output_dir=os.fspath(run),

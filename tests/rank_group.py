@@ -89,9 +89,17 @@ class RankGroup:
         return value
 
     def run(self, case: str, *each: dict[str, Any], **same: Any) -> list[Any]:
-        """A whole case."""
+        """A whole case; every rank's answer is read, also after one that failed."""
         self.start(case, *each, **same)
-        return [self.answer(rank) for rank in range(self.size)]
+        answers, failed = [], []
+        for rank in range(self.size):
+            try:
+                answers.append(self.answer(rank))
+            except AssertionError as error:
+                failed.append(error)
+        if failed:
+            raise failed[0]
+        return answers
 
     def log(self, rank: int) -> str:
         """The end of what a rank has printed."""

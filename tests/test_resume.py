@@ -128,6 +128,24 @@ def test_before_the_first_step_there_is_nothing_to_save(root, capsys):
     assert "no step was finished, so there is nothing to save" in capsys.readouterr().out
 
 
+def test_a_checkpoint_of_an_earlier_run_is_not_taken_for_this_ones(root, whole):
+    """An overwritten output_dir holds a checkpoint of the same name: it is replaced. A run that was
+    resumed and did no step leaves what it started from as it is."""
+    args = lf_cases.arguments(root, "stale", save_strategy="no", lora_dropout=0.1)
+    lf_cases.run(args | {"max_steps": 2, "save_strategy": "steps", "save_steps": 2, "seed": 6})
+    with pytest.raises(SystemExit):
+        run(args, Act("on_step_begin", 2, lambda: os.kill(os.getpid(), signal.SIGTERM)))
+    checkpoint = Path(args["output_dir"]) / "checkpoint-2"
+    before = {p.name: p.read_bytes() for p in checkpoint.iterdir()}
+    with pytest.raises(SystemExit):
+        run(
+            args | {"resume_from_checkpoint": str(checkpoint)},
+            Act("on_step_begin", 2, lambda: os.kill(os.getpid(), signal.SIGTERM)),
+        )
+    assert {p.name: p.read_bytes() for p in checkpoint.iterdir()} == before
+    same_as_whole(go_on(args), whole, 2)
+
+
 def test_a_second_signal_ends_at_once(monkeypatch):
     stop, sent = resume.SafeStop(), []
     stop._process = os.getpid()
