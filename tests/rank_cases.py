@@ -55,13 +55,13 @@ def load(patch, path, hosts=None, **config):
     patch.setattr(
         checkpoint, "fill", lambda layer, *rest: (packed.append(layer.name), fill(layer, *rest))
     )
+    before = _shared_memory()  # an earlier case's model may still be held by some library
     model = cases.load(path, **config)
     layers = experts_of(model)
-    shared = [line for line in Path("/proc/self/maps").read_text().splitlines() if "kt-" in line]
     return {
         "packed": len(packed),
         "read only": all(layer.packed().readonly for layer in layers),
-        "shared mappings": len(shared),
+        "shared mappings": len(_shared_memory() - before),
         "threads": runtime.threads(),
         "slices": [layer.slices for layer in layers],
         "logits": cases.logits(model, cases.token_ids()),
@@ -86,6 +86,12 @@ def log_line(patch, hosts=None):
         tally.count_rows(layers[0], torch.tensor([[0, 1], [1, 1]]))
     tally.count_rows(layers[1], torch.tensor([[0, 1]]))
     return callback.measure(), budget.ranks_of_this_host()
+
+
+def _shared_memory() -> set[str]:
+    """Inodes of the memory shared with other ranks that this process maps."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return {line.split()[4] for line in lines if "memfd:kt-experts" in line}
 
 
 def refused(patch, path, hosts=None, available=None, fails_on=None, killed=False, **config):
