@@ -160,3 +160,21 @@ def test_deepspeed_zero2_resumes_to_the_same_bits(root, two_ranks):
     size = sum(p.stat().st_size for p in checkpoint.rglob("*") if p.is_file())
     # the adapter for PEFT and for DeepSpeed, its fp32 masters and two moments; scripts and logs
     assert size < 6 * 4 * 23552 + 400_000, size
+
+
+@pytest.mark.parametrize("way", ["ddp", "fsdp2"])
+def test_the_held_out_losses_of_the_card_on_two_ranks(way, root, two_ranks):
+    """Every rank evaluates its records, with sharded factors too; the first writes the card."""
+    kt_config = {"format": "int4", "merged_eval": 1}
+    found = []
+    for ranks in (1, 2):
+        args = arguments(root, f"card-{way}-{ranks}", ranks, max_steps=2, kt_config=kt_config,
+                         eval_dataset="sft", per_device_eval_batch_size=8 // ranks)  # fmt: skip
+        if ranks == 1:
+            lf_cases.run(args)
+        else:
+            two_ranks.run("train", args=args, fsdp=None if way == "ddp" else {})
+        card = (Path(args["output_dir"]) / "README.md").read_text()
+        found.append([float(x) for x in re.findall(r"^\| held-out .* \| ([\d.]+) ", card, re.M)])
+    assert len(found[0]) == 2 and found[0][0] != found[0][1]
+    assert found[1] == pytest.approx(found[0], rel=1e-3)
