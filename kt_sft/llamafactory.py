@@ -244,6 +244,11 @@ def check_run(model_args: Any, training_args: Any, finetuning_args: Any) -> None
             "set finetuning_type: lora"
         )
     stages.check(model_args, finetuning_args)
+    if finetuning_args.stage == "rm" and uses_fsdp(training_args):
+        raise ValueError(
+            "stage=rm cannot run under FSDP: trl's value head hides the other weights from "
+            "accelerate; launch it as DDP, or with DeepSpeed ZeRO-2"
+        )
     if config.lora_rank and model_args.adapter_name_or_path is not None:
         raise ValueError(
             f"kt_config: lora_rank={dict(config.lora_rank)} has no effect on the adapter that "

@@ -53,6 +53,10 @@ REFUSED = {
         {"fsdp": "full_shard"},
         "accelerate would silently run DDP .* accelerate_configs/cpu.yaml",
     ),
+    "a reward model under fsdp": (
+        {"fsdp": "full_shard", "stage": "rm", "dataset": "dpo"},
+        "stage=rm cannot run under FSDP: .* launch it as DDP, or with DeepSpeed ZeRO-2",
+    ),
     "kt_config alone": ({"use_kt": False}, "kt_config=.* has no effect without use_kt"),
 }
 
