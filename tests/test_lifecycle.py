@@ -219,6 +219,7 @@ def test_ctrl_c_arrives_after_the_call():
     """Python raises it when the native call returns: at most one layer's forward or backward later,
     however many calls were to follow."""
     run("""
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job begins without
 case = make_case(T=20)
 want = forward(case)
 _kt.set_threads(2, oversubscribe=True)
