@@ -155,3 +155,19 @@ def check_case(case: Case, saved: bool = True, masks=None) -> dict[str, float]:
         for name, value in ((f"a.{p}", got.a[p]), (f"b.{p}", got.b[p])):
             errors[name] = check_close(name, value, grads[name], GRAD_BAR, rows=False)
     return errors
+
+
+def forward(case: Case) -> torch.Tensor:
+    return case.layer.forward(case.x, case.index, case.weights, case.lora)[0]
+
+
+def everything(case: Case) -> list[torch.Tensor]:
+    """Outputs of a forward and a backward, for comparing bits."""
+    args = case.x.float(), case.index, case.weights, case.lora
+    out, saved = case.layer.forward(*args, save=True)
+    g = case.layer.backward(args[0], *args, saved)
+    return [out, saved, g.dx, g.dw, *g.a.values(), *g.b.values()]
+
+
+def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))

@@ -1,33 +1,26 @@
 """Processes, threads and interrupts around the engine: fork, exit, errors of tasks, Ctrl-C.
 
-What ends a process runs in one of its own (`run`), with a limit that only a hang can reach.
+What ends a process runs in one of its own (`run`).
 tests/test_experts.py has the plain fork, and two threads that use a layer each.
 """
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 import torch
-from kernel_cases import make_case
+from fresh_process import run_python
+from kernel_cases import everything, forward, make_case, same
 
 from kt_core import _kt, runtime
 
-TESTS = Path(__file__).resolve().parent
 PRELUDE = """
 import multiprocessing, os, signal, sys, threading, time
 import torch
-from kernel_cases import make_case
+from kernel_cases import everything, forward, make_case, same
 from kt_core import _kt, runtime
-
-def forward(case):
-    return case.layer.forward(case.x, case.index, case.weights, case.lora)[0]
 
 def start_calls(case):
     '''A daemon thread that is inside of one call after the other, each of a third of a second.'''
@@ -54,30 +47,7 @@ def default_threads():
 
 def run(code, exit_code=0):
     """Runs PRELUDE and `code`; returns what was printed."""
-    path = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
-    # freed memory is overwritten: what a thread still uses of it shows
-    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "MALLOC_PERTURB_": "165"}
-    done = subprocess.run(
-        [sys.executable, "-c", PRELUDE + code], env=env, capture_output=True, text=True, timeout=240
-    )
-    assert done.returncode == exit_code, f"exit code {done.returncode}\n{done.stderr[-4000:]}"
-    assert "Traceback" not in done.stderr, done.stderr  # of another thread
-    return done.stdout
-
-
-def forward(case):
-    return case.layer.forward(case.x, case.index, case.weights, case.lora)[0]
-
-
-def everything(case):
-    args = case.x.float(), case.index, case.weights, case.lora
-    out, saved = case.layer.forward(*args, save=True)
-    g = case.layer.backward(args[0], *args, saved)
-    return [out, saved, g.dx, g.dw, *g.a.values(), *g.b.values()]
-
-
-def same(a, b):
-    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+    return run_python(PRELUDE + code, exit_code)
 
 
 # -- fork

@@ -10,12 +10,11 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from fresh_process import run_python
 from kernel_cases import (
     INT8_BAR,
     INT8_ELEMENT_BAR,
@@ -23,12 +22,12 @@ from kernel_cases import (
     check_close,
     make_case,
     relative,
+    same,
 )
 
 from kt_core import _kt, kernels, runtime
 from kt_core.experts import PROJECTIONS, Experts
 
-TESTS = Path(__file__).resolve().parent
 TIERS = sorted({k["isa"] for k in kernels() if k["usable"]})
 FORMATS = ("bf16", "int8", "int4")
 CALLS = ("mbind", "set_mempolicy", "sched_setaffinity")
@@ -63,10 +62,6 @@ def everything(case, int8=False):
     if int8:
         found.append(case.layer.forward(*args, compute="int8")[0])
     return found
-
-
-def same(a, b):
-    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 # -- slices
@@ -373,13 +368,7 @@ want = forward()
 
 
 def run(code, exit_code=0):
-    path = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
-    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "MALLOC_PERTURB_": "165"}
-    done = subprocess.run(
-        [sys.executable, "-c", PRELUDE + code], env=env, capture_output=True, text=True, timeout=240
-    )
-    assert done.returncode == exit_code, f"exit code {done.returncode}\n{done.stderr[-4000:]}"
-    assert "Traceback" not in done.stderr, done.stderr
+    run_python(PRELUDE + code, exit_code)
 
 
 def test_fork_keeps_the_nodes():

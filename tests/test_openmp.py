@@ -15,15 +15,6 @@ from kt_core import _kt, openmp
 START = """
 torch.set_num_threads(2)
 _kt.set_threads(2, oversubscribe=True)
-
-def everything(case):
-    args = case.x.float(), case.index, case.weights, case.lora
-    out, saved = case.layer.forward(*args, save=True)
-    g = case.layer.backward(args[0], *args, saved)
-    return [out, saved, g.dx, g.dw, *g.a.values(), *g.b.values()]
-
-def same(a, b):
-    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 """
 
 
