@@ -214,8 +214,7 @@ struct Driver {
       if constexpr (hold) {
         for (int q = 0; q < P; ++q)
           for (int j = 0; j < V; ++j) {
-            f32 s = I::splat(F::template unit<I>);
-            if (F::scaled) s *= I::load_bf16(scale[q] + j * L);
+            const f32 s = I::splat(F::template unit<I>) * I::load_bf16(scale[q] + j * L);
             for (int i = 0; i < M; ++i) total[i][q][j] = I::fma(s, acc[i][q][j], total[i][q][j]);
           }
       } else {

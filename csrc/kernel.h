@@ -22,6 +22,8 @@ struct RowScale {
 // fma(scale, that float, shift) rounds as scale * n does, in one operation instead of two.
 constexpr float kWhole = 12582912.f;  // 1.5 * 2^23
 constexpr int32_t kWholeBits = 0x4b400000;
+constexpr int64_t kGroupBytes =
+    sizeof(RowScale) + sizeof(int32_t);  // of a row's group: scale, start
 struct Quantized {
   const void* codes;
   const RowScale* scale;

@@ -28,6 +28,7 @@ constexpr int64_t kWaveRows = 4096;  // assignments per wave (route.h): 32 rows 
 constexpr int64_t kAlign = 64;       // a cache line
 
 enum class DType : int { kBf16 = 0, kF16 = 1, kF32 = 2 };
+constexpr int64_t size_of(DType t) { return t == DType::kF32 ? 4 : 2; }  // bytes
 
 // Gate activations: out = act(gate) * up.
 enum class Act : int { kSilu = 0, kGelu = 1, kGeluTanh = 2, kRelu = 3, kSigmoid = 4 };

@@ -62,7 +62,7 @@ bool pack_matrix(const Layer& l, int64_t expert, int projection, const void* src
   for (const Slice& slice : slices_of(l)) {
     const Shape& s = slice.shape(projection);
     const int64_t count = panels(s.n), first = slice.begin * (projection == kDown ? 1 : ld);
-    const auto* from = (const uint8_t*)src + first * (t == DType::kF32 ? 4 : 2);
+    const auto* from = (const uint8_t*)src + first * size_of(t);
     parallel((count + step - 1) / step, [&](int64_t i, int w) {
       if (!k.pack(from, t, ld, 1, s, i * step, min64(count, (i + 1) * step),
                   l.data + slice.matrix(expert, projection), scratch(w, kRows, pack_scratch(s))))
@@ -138,8 +138,8 @@ void Plan::pack_factors(bool forward, bool backward) {
   int64_t total = 0;
   auto add = [&](Packed& out, const void* src, int64_t first, int64_t rs, int64_t cs, int64_t n,
                  int64_t kk) {
-    size_t size = lora.type == DType::kF32 ? 4 : 2;
-    jobs.push_back({&out, (const uint8_t*)src + size_t(first) * size, rs, cs, n, kk, total});
+    const int64_t size = size_of(lora.type);
+    jobs.push_back({&out, (const uint8_t*)src + first * size, rs, cs, n, kk, total});
     total += round_up(matrix_bytes(transient_shape(n, kk), kb.bits, kb.scaled), kAlign);
   };
   for (int64_t i = 0; i < route.active(); ++i)
@@ -224,7 +224,8 @@ std::vector<Quantized> Plan::quantize(Slot slot, int p, const bf16* src, int64_t
     const int64_t group = min64(group_size(s), p == kDown ? 64 : 128),
                   count = (s.kp + group - 1) / group, quads = s.kp / 4;
     parts.push_back({s, slice.begin, group, count, quads, bytes});
-    bytes += round_up(rows * quads * k.quad_size, kAlign) + round_up(rows * count * 12, kAlign);
+    bytes +=
+        round_up(rows * quads * k.quad_size, kAlign) + round_up(rows * count * kGroupBytes, kAlign);
     if (p != kDown) break;  // x is the same for all slices
   }
   auto* base = (uint8_t*)scratch(-1, slot, bytes);
@@ -262,7 +263,7 @@ Quantized Plan::quantized_rows(int w, const Quantized& all, const int32_t* ids, 
             all.groups,
             m};
   }
-  auto* dst = (uint8_t*)scratch(w, kCodes, m * (bytes + all.groups * 12));
+  auto* dst = (uint8_t*)scratch(w, kCodes, m * (bytes + all.groups * kGroupBytes));
   auto* scale = (RowScale*)(dst + m * bytes);
   auto* start = (int32_t*)(scale + m * all.groups);
   for (int64_t i = 0; i < m; ++i) {

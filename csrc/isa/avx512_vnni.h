@@ -14,15 +14,11 @@ struct Isa_avx512_vnni : Isa_avx512 {
   KT_OP Quad quad(const int8_t* a) { return Lanes<16>::quad(a); }
   KT_OP void quads(Quad* q, const int8_t* a) { Lanes<16>::quads(q, a); }
   KT_OP i32 idot(i32 acc, u32 w, const Quad* q) {
-    int x;
-    __builtin_memcpy(&x, q->v, 4);
-    return (i32)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)w, _mm512_set1_epi32(x));
+    return (i32)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)w, dword_at(q->v));
   }
   static constexpr bool signed_bytes = true;
   KT_OP i32 idot_signed(i32 acc, u32 w, const Quad* q) {
-    int x;
-    __builtin_memcpy(&x, q->v, 4);
-    return (i32)_mm512_dpbusd_epi32((__m512i)acc, _mm512_set1_epi32(x), (__m512i)w);
+    return (i32)_mm512_dpbusd_epi32((__m512i)acc, dword_at(q->v), (__m512i)w);
   }
   KT_OP i32 idot_small(i32 acc, u32 w, const Quad* q, auto) { return idot(acc, w, q); }
 };
