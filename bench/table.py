@@ -17,20 +17,21 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+from kt_core.experts import DEFAULT_GROUP
+
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
 RESULTS = ROOT / "bench" / "results"
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
 Row = dict[str, Any]
 
-GROUPS = {"bf16": 0, "int8": 128, "int4": 32}  # the defaults of kt_config, most bits first
 CASES = (  # label, workload, tokens, rank, formats; int8, the default, at every size
-    ("decode, 1 token", "W1", 1, 0, GROUPS),
+    ("decode, 1 token", "W1", 1, 0, DEFAULT_GROUP),
     ("decode, 8 tokens", "W1", 8, 0, ("int8",)),
     ("prefill, 64 tokens", "W2", 64, 0, ("int8",)),
-    ("prefill, 1,024 tokens", "W2", 1024, 0, GROUPS),
-    ("LoRA step r=8, 512 tokens", "W4", 512, 8, GROUPS),
-    ("LoRA step r=8, 2,048 tokens", "W4", 2048, 8, GROUPS),
+    ("prefill, 1,024 tokens", "W2", 1024, 0, DEFAULT_GROUP),
+    ("LoRA step r=8, 512 tokens", "W4", 512, 8, DEFAULT_GROUP),
+    ("LoRA step r=8, 2,048 tokens", "W4", 2048, 8, DEFAULT_GROUP),
 )
 NAMES = {
     "kt_kernel": "kt-kernel",
@@ -57,7 +58,7 @@ def of(rows: list[Row], **want: Any) -> list[Row]:
 
 def best_rival(rows: list[Row], format: str) -> Row | None:
     """The fastest whose weights have at least as many bits: who may use int8 may use bf16."""
-    wide = list(GROUPS)[: list(GROUPS).index(format) + 1]
+    wide = list(DEFAULT_GROUP)[: list(DEFAULT_GROUP).index(format) + 1]
     rivals = [r for r in rows if r["impl"] != "ours" and r["format"] in wide]
     return min(rivals, key=lambda r: float(r["best_ms"]), default=None)
 
@@ -94,7 +95,7 @@ def lines(rows: list[Row]) -> list[tuple[str, ...]]:
         for format in formats:
             # training keeps bf16 activations in every format
             domain = "bf16" if format == "bf16" or workload == "W4" else "int8"
-            mine = of(here, impl="ours", format=format, group=GROUPS[format], domain=domain)
+            mine = of(here, impl="ours", format=format, group=DEFAULT_GROUP[format], domain=domain)
             out += [line(label, r, best_rival(here, format)) for r in mine]
     if not out:
         raise SystemExit("The result has no row of ours on shape Q that the table could show.")

@@ -21,7 +21,8 @@ openmp.share_threads()
 PROJECTIONS = ("gate", "up", "down")
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "sigmoid": 4}
 _DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
-_DEFAULT_GROUP = {"bf16": 0, "int8": 128, "int4": 32}
+# Weights per scale where no group is asked for (bf16 has no scales); most bits first
+DEFAULT_GROUP = {"bf16": 0, "int8": 128, "int4": 32}
 
 
 @dataclass(frozen=True)
@@ -430,7 +431,7 @@ def _native_layer(
     if activation not in ACTIVATIONS:
         raise ValueError(f"{name} has activation {activation!r}; known: {', '.join(ACTIVATIONS)}")
     if group is None:
-        group = _DEFAULT_GROUP.get(format, 0)
+        group = DEFAULT_GROUP.get(format, 0)
     if group not in (0, 32, 64, 128):
         raise ValueError(f"group is {group}; give 32, 64, 128, or 0 for one scale per channel")
     return _kt.Layer(

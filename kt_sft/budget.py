@@ -14,14 +14,13 @@ from typing import Any
 import torch
 from datasets import Dataset
 from pyarrow import compute  # type: ignore[import-untyped]
-from torch import distributed
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.training_args import OptimizerNames
 
 from kt_core import memory
 from kt_core.module import KTExpertsLinear
 from kt_sft import dist
-from kt_sft.collective import joined
+from kt_sft.collective import gather
 from kt_sft.config import KTConfig
 
 log = logging.getLogger("kt")
@@ -171,11 +170,8 @@ def longest_row(dataset: Any) -> int | None:
 
 def ranks_of_this_host() -> int:
     """Ranks of the run that share this machine's memory; a collective."""
-    if not joined():
-        return 1
-    hosts: list[str | None] = [None] * distributed.get_world_size()
-    distributed.all_gather_object(hosts, dist.host_identity())
-    return hosts.count(dist.host_identity())
+    here = dist.host_identity()
+    return gather(here).count(here)
 
 
 def _local_bytes(parameter: torch.Tensor) -> int:

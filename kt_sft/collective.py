@@ -1,6 +1,8 @@
-"""Sums and maxima over the ranks of a run; the values themselves where there is one rank."""
+"""Sums, maxima and lists over the ranks of a run; the value itself where there is one rank."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor, distributed
@@ -9,6 +11,17 @@ from torch import Tensor, distributed
 def joined() -> bool:
     """Whether this process is one rank of a group."""
     return distributed.is_available() and distributed.is_initialized()
+
+
+def gather(value: Any, group: Any = None) -> list[Any]:
+    """Everybody's `value` (anything that can be pickled), in the order of ranks; [value] where
+    there is one process. group: of torch.distributed, None for all ranks. A collective.
+    """
+    if not joined():
+        return [value]
+    found: list[Any] = [None] * distributed.get_world_size(group)
+    distributed.all_gather_object(found, value, group=group)
+    return found
 
 
 def over_ranks(values: Tensor, how: str) -> Tensor:

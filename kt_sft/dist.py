@@ -23,6 +23,7 @@ from torch import distributed
 
 from kt_core import runtime
 from kt_core.host import Host
+from kt_sft.collective import gather, joined
 
 # Between two waits lies one layer that is packed or one file that is written or checked. A wait
 # ends at once when a rank is gone; this is for one that hangs, say on a network drive.
@@ -54,7 +55,7 @@ def host_identity() -> str:
 def this_rank() -> Rank:
     """This process; the number is 0 where torch.distributed is not initialised."""
     return Rank(
-        distributed.get_rank() if _initialised() else 0,
+        distributed.get_rank() if joined() else 0,
         host_identity(),
         socket.gethostname(),
         os.getpid(),
@@ -79,12 +80,12 @@ def host_of_run() -> Iterator[Host]:
 
     Collective: every rank of the run enters and leaves it.
     """
-    if not _initialised() or distributed.get_world_size() == 1:
+    if not joined() or distributed.get_world_size() == 1:
         yield Host()
         return
     everyone = distributed.new_group(backend="gloo", timeout=_PATIENCE)
     me = this_rank()
-    ranks = _gather(me, everyone)
+    ranks = gather(me, everyone)
     groups: dict[str, list[int]] = {}
     for rank in ranks:
         groups.setdefault(rank.host, []).append(rank.number)
@@ -133,7 +134,7 @@ class _RanksOfHost(Host):
 
     def _ask(self, value: Any, group: Any, what: str) -> list[Any]:
         try:
-            return _gather(value, group)
+            return gather(value, group)
         except RuntimeError as error:
             peers = [r for r in self._locals if r != self._me]
             gone = ", ".join(str(r) for r in ended(peers)) or "another rank"
@@ -161,13 +162,6 @@ class LostRankError(RuntimeError):
     """Another rank ended or does not answer."""
 
 
-def _gather(value: Any, group: Any) -> list[Any]:
-    """Everybody's value, in the order of ranks."""
-    found: list[Any] = [None] * distributed.get_world_size(group)
-    distributed.all_gather_object(found, value, group=group)
-    return found
-
-
 def ended(peers: Sequence[Rank], patience: float = 2.0) -> list[Rank]:
     """Those of the `peers`, ranks of this host, that have ended; waits for the first to be told."""
     gone, descriptors = [], {}
@@ -193,7 +187,3 @@ def _portable(error: Exception | None) -> Exception | None:
     except Exception:
         return RuntimeError(f"{type(error).__name__}: {error}")
     return error
-
-
-def _initialised() -> bool:
-    return distributed.is_available() and distributed.is_initialized()

@@ -19,7 +19,7 @@ from torch import distributed
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from kt_sft import progress
-from kt_sft.collective import joined
+from kt_sft.collective import gather, joined
 from kt_sft.dist import Rank, this_rank
 
 # Time for the main thread to end by its own error, as under gloo, before it is ended.
@@ -41,9 +41,8 @@ class PeerWatch(TrainerCallback):
         if not joined() or distributed.get_world_size() == 1:
             return
         me = this_rank()
-        ranks: list[Any] = [None] * distributed.get_world_size()
-        distributed.all_gather_object(ranks, me)
-        self._thread = _Watcher(me, [r for r in ranks if r.host == me.host and r != me], state)
+        peers = [r for r in gather(me) if r.host == me.host and r != me]
+        self._thread = _Watcher(me, peers, state)
         self._thread.start()
 
     def on_train_end(
