@@ -170,7 +170,7 @@ class Bench:
     ) -> None:
         """Times one case for the whole field and adds its rows."""
         train = workload in ("W3", "W4")
-        which, repeats = ("step", 1) if train else ("forward", 8 if spec.tokens < 64 else 1)
+        which, repeats = ("step", 1) if train else ("forward", 24 if spec.tokens < 64 else 1)
         samples = measure([who.impl for who in field], which, shape, spec, repeats, self.roofs)
         batches = [batch(shape, spec.tokens, seed, spec.zipf) for seed in spec.seeds[:8]]
         hit = sum(b.experts_hit for b in batches) / len(batches)

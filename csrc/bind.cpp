@@ -8,6 +8,7 @@
 #include "moe.h"
 #include "numa.h"
 #include "pool.h"
+#include "recycled.h"
 #include "registry.h"
 #include "topology.h"
 
@@ -97,6 +98,11 @@ Lora read_lora(const py::object& o) {
   lo.dropout = d["dropout"].cast<float>();
   lo.seed = d["seed"].cast<uint64_t>();
   return lo;
+}
+
+Sum read_sum(uintptr_t address, bool rounded) {
+  if (rounded) return {nullptr, at<bf16>(address)};
+  return {at<float>(address), nullptr};
 }
 
 Batch read_batch(int64_t tokens, int64_t top_k, uintptr_t x, uintptr_t index, uintptr_t weight) {
@@ -204,6 +210,13 @@ PYBIND11_MODULE(_kt, m) {
       .def_buffer([](Arena& a) {
         return py::buffer_info(a.data(), 1, py::format_descriptor<uint8_t>::format(), a.bytes());
       });
+  py::class_<Recycled>(m, "Recycled", py::buffer_protocol())
+      .def(py::init<int64_t>())
+      .def_buffer([](Recycled& r) {
+        return py::buffer_info(r.data(), 1, py::format_descriptor<uint8_t>::format(), r.bytes());
+      });
+  m.def("recycled_bytes", &recycled_bytes);
+  m.def("release_recycled", &release_recycled);
   py::class_<BoundLayer>(m, "Layer")
       .def(py::init<int64_t, int64_t, int64_t, const std::string&, int64_t, int, int64_t>(),
            py::arg("experts"), py::arg("hidden"), py::arg("intermediate"), py::arg("format"),
@@ -232,23 +245,24 @@ PYBIND11_MODULE(_kt, m) {
            })
       .def("forward",
            [](BoundLayer& b, int64_t tokens, int64_t top_k, uintptr_t x, uintptr_t index,
-              uintptr_t weight, const py::object& lora, bool int8, uintptr_t out, uintptr_t saved) {
+              uintptr_t weight, const py::object& lora, bool int8, uintptr_t out, bool rounded,
+              uintptr_t saved) {
              const Layer& l = b.ready();
              Lora lo = read_lora(lora);
              NoGil nogil;
-             moe_forward(l, read_batch(tokens, top_k, x, index, weight), lo, int8, at<float>(out),
-                         at<bf16>(saved));
+             moe_forward(l, read_batch(tokens, top_k, x, index, weight), lo, int8,
+                         read_sum(out, rounded), at<bf16>(saved));
            })
-      .def("backward",
-           [](BoundLayer& b, int64_t tokens, int64_t top_k, uintptr_t x, uintptr_t index,
-              uintptr_t weight, const py::object& lora, uintptr_t dy, uintptr_t saved, uintptr_t dx,
-              uintptr_t dw, const std::vector<uintptr_t>& da, const std::vector<uintptr_t>& db) {
-             const Layer& l = b.ready();
-             Lora lo = read_lora(lora);
-             Grads g{at<float>(dx), at<float>(dw), {}, {}};
-             for (size_t p = 0; p < 3; ++p) g.da[p] = at<float>(da[p]), g.db[p] = at<float>(db[p]);
-             NoGil nogil;
-             moe_backward(l, read_batch(tokens, top_k, x, index, weight), lo, at<bf16>(dy),
-                          at<bf16>(saved), g);
-           });
+      .def("backward", [](BoundLayer& b, int64_t tokens, int64_t top_k, uintptr_t x,
+                          uintptr_t index, uintptr_t weight, const py::object& lora, uintptr_t dy,
+                          uintptr_t saved, uintptr_t dx, bool rounded, uintptr_t dw,
+                          const std::vector<uintptr_t>& da, const std::vector<uintptr_t>& db) {
+        const Layer& l = b.ready();
+        Lora lo = read_lora(lora);
+        Grads g{read_sum(dx, rounded), at<float>(dw), {}, {}};
+        for (size_t p = 0; p < 3; ++p) g.da[p] = at<float>(da[p]), g.db[p] = at<float>(db[p]);
+        NoGil nogil;
+        moe_backward(l, read_batch(tokens, top_k, x, index, weight), lo, at<bf16>(dy),
+                     at<bf16>(saved), g);
+      });
 }

@@ -71,13 +71,19 @@ struct Batch {
   const float* weight;   // [tokens, top_k]
 };
 
-// out [tokens, hidden] fp32; saved (may be null) [tokens * top_k, 2, intermediate] in expert order.
+struct Sum {  // [tokens, hidden], added up in fp32: as it is, or rounded once; neither: not wanted
+  float* whole = nullptr;
+  bf16* rounded = nullptr;
+  bool wanted() const { return whole || rounded; }
+};
+
+// saved (may be null) [tokens * top_k, 2, intermediate] in expert order.
 // int8: products with base weights in the int8 domain (throws where the format has none).
-void moe_forward(const Layer& l, const Batch& b, const Lora& lora, bool int8, float* out,
+void moe_forward(const Layer& l, const Batch& b, const Lora& lora, bool int8, const Sum& out,
                  bf16* saved);
 
-struct Grads {   // null: not wanted
-  float* dx;     // [tokens, hidden]
+struct Grads {  // null: not wanted
+  Sum dx;
   float* dw;     // [tokens, top_k]
   float* da[3];  // [E, r, cols]
   float* db[3];  // [E, rows, r]

@@ -225,7 +225,8 @@ void clear_unused(const Layer& l, const Lora& lora, const Grads& g, const Routin
 }
 
 // One wave: `saved` its rows of gate and up, or null.
-void backward_wave(Plan& p, const bf16* dy, const bf16* saved, const Grads& g, bool want_lora) {
+void backward_wave(Plan& p, const bf16* dy, const bf16* saved, const Grads& g, bool want_lora,
+                   const Columns& dx) {
   const Layer& l = p.l;
   const Lora& lora = p.lora;
   const int64_t rows = p.route.rows();
@@ -266,7 +267,7 @@ void backward_wave(Plan& p, const bf16* dy, const bf16* saved, const Grads& g, b
                                   p.rows_of(w, kRows, dout, p.ip, nullptr, m, p.ip, p.ip), i);
                    });
   });
-  if (g.dx) sum_stage(p, DxSum{p, k}, g.dx);
+  if (g.dx.wanted()) sum_stage(p, DxSum{p, k}, dx);
   if (!want_lora) return;
   per_expert(p, [&](int64_t e, int w) {
     p.low_rank_in(w, e, {kGate, kUp}, p.batch.x, l.hidden, true, false, t);
@@ -284,10 +285,12 @@ void moe_backward(const Layer& l, const Batch& b, const Lora& lora, const bf16* 
   bool want_lora = false;
   for (int q = 0; q < 3; ++q) want_lora |= lora.r[q] && (g.da[q] || g.db[q]);
   if (want_lora) clear_unused(l, lora, g, routing);
-  for (Route& wave : routing.waves(kWaveRows)) {
+  std::vector<Route> waves = routing.waves(kWaveRows);
+  for (Route& wave : waves) {
     const int64_t first = wave.first_row;
+    const Columns dx = columns_of(g.dx, b.tokens * l.hidden, first == 0, &wave == &waves.back());
     Plan p(l, b, lora, std::move(wave));
-    backward_wave(p, dy, saved ? saved + first * 2 * l.intermediate : nullptr, g, want_lora);
+    backward_wave(p, dy, saved ? saved + first * 2 * l.intermediate : nullptr, g, want_lora, dx);
   }
 }
 

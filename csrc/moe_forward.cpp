@@ -46,7 +46,7 @@ struct DownSum {
   int width(int64_t u) const { return 2 * u + 1 < panels(p.l.hidden) ? 2 : 1; }  // panels
 };
 
-void forward_wave(Plan& p, const Quantized* x, float* out, bf16* saved) {
+void forward_wave(Plan& p, const Quantized* x, const Columns& out, bf16* saved) {
   if (p.lora.any()) p.pack_factors(true, false);
   bf16* h = p.shared(kH, p.route.rows(), p.ip);
   p.gate_up(x, h, saved);
@@ -63,7 +63,7 @@ void forward_wave(Plan& p, const Quantized* x, float* out, bf16* saved) {
 
 }  // namespace
 
-void moe_forward(const Layer& l, const Batch& b, const Lora& lora, bool int8, float* out,
+void moe_forward(const Layer& l, const Batch& b, const Lora& lora, bool int8, const Sum& out,
                  bf16* saved) {
   if (int8 && !find_kernel(l.format).kernel->nt8)
     throw std::invalid_argument("compute='int8' needs int8 or int4 weights, but these are " +
@@ -71,11 +71,14 @@ void moe_forward(const Layer& l, const Batch& b, const Lora& lora, bool int8, fl
   Entry lock;
   const Routing routing = make_route(b.tokens, b.top_k, l.experts, b.index, b.weight);
   std::vector<Quantized> x;
-  for (Route& wave : routing.waves(kWaveRows)) {
+  std::vector<Route> waves = routing.waves(kWaveRows);
+  for (Route& wave : waves) {
     const int64_t first = wave.first_row;
+    const Columns columns =
+        columns_of(out, b.tokens * l.hidden, first == 0, &wave == &waves.back());
     Plan p(l, b, lora, std::move(wave));
     if (int8 && !first) x = p.quantize(kXCodes, kGate, b.x, l.hidden, b.tokens);
-    forward_wave(p, int8 ? &x[0] : nullptr, out,
+    forward_wave(p, int8 ? &x[0] : nullptr, columns,
                  saved ? saved + first * 2 * l.intermediate : nullptr);
   }
 }

@@ -38,6 +38,7 @@ enum Slot {
   kHCodes,
   kCodes,
   kSummand,
+  kCarry,
   kPartial,
   kTokens,
   kSlotsUsed
@@ -165,18 +166,37 @@ struct ColumnTasks {
   }
 };
 
-// acc [tokens][cols] = columns [col, col + cols) of `from` [tokens][ld], or zero without it: the
-// sum of the waves before this one.
+// Where the columns of a Sum lie in one wave, [tokens][hidden] each: the sum of the waves before
+// (null in the first), and this wave's, rounded in the last one if it is not null.
+struct Columns {
+  const float* from;
+  float* to;
+  bf16* rounded;
+  Columns past(int64_t values) const {
+    return {from ? from + values : nullptr, to ? to + values : nullptr,
+            rounded ? rounded + values : nullptr};
+  }
+};
+inline Columns columns_of(const Sum& sum, int64_t values, bool first, bool last) {
+  float* to = sum.whole;
+  if (!to && !(first && last)) to = (float*)scratch(-1, kCarry, values * 4);
+  return {first ? nullptr : to, to, last ? sum.rounded : nullptr};
+}
+// acc [tokens][cols] = columns [col, col + cols) of `from` [tokens][ld], or zero without it.
 inline void begin_columns(float* acc, int64_t tokens, int64_t cols, const float* from, int64_t ld,
                           int64_t col) {
   if (!from) return (void)std::fill(acc, acc + tokens * cols, 0.f);
   for (int64_t r = 0; r < tokens; ++r)
     std::copy_n(from + r * ld + col, min64(cols, ld - col), acc + r * cols);
 }
-inline void end_columns(const float* acc, int64_t tokens, int64_t cols, float* to, int64_t ld,
-                        int64_t col) {
+inline void end_columns(const Kernel& k, const float* acc, int64_t tokens, int64_t cols,
+                        const Columns& out, int64_t ld, int64_t col) {
+  const int64_t n = min64(cols, ld - col);
   for (int64_t r = 0; r < tokens; ++r)
-    std::copy_n(acc + r * cols, min64(cols, ld - col), to + r * ld + col);
+    if (out.rounded)
+      k.narrow_rows(acc + r * cols, 1, n, 1.f, nullptr, out.rounded + r * ld + col, ld);
+    else
+      std::copy_n(acc + r * cols, n, out.to + r * ld + col);
 }
 
 // f(block begin, rows) over [begin, end) in blocks of kRowBlock rows.

@@ -39,15 +39,14 @@ void sum_row_block(const Plan& p, const S& s, int w, const typename S::Operand& 
 }
 
 template <class S>
-void sum_on_one_node(const Plan& p, const S& s, float* out) {
+void sum_on_one_node(const Plan& p, const S& s, const Columns& out) {
   const int64_t H = p.l.hidden, tokens = p.batch.tokens, units = (H + kCols - 1) / kCols,
                 step = min64(8, units_per_task(units, 1, p.route.rows(), threads()));
-  const float* before = p.route.first_row ? out : nullptr;
   parallel((units + step - 1) / step, [&](int64_t task, int w) {
     const int64_t u0 = task * step, u1 = min64(units, u0 + step), ld = (u1 - u0) * kCols;
     auto* acc = (float*)scratch(w, kAcc, tokens * ld * 4);
     p.weights.calls->fetch_add(1, std::memory_order_relaxed);
-    begin_columns(acc, tokens, ld, before, H, u0 * kCols);
+    begin_columns(acc, tokens, ld, out.from, H, u0 * kCols);
     for (int64_t e = 0; e < p.route.active(); ++e) {
       s.begin(e, u0);
       row_blocks(p.route.start[size_t(e)], p.route.start[size_t(e) + 1], [&](int64_t i, int64_t m) {
@@ -60,7 +59,7 @@ void sum_on_one_node(const Plan& p, const S& s, float* out) {
         }
       });
     }
-    end_columns(acc, tokens, ld, out, H, u0 * kCols);
+    end_columns(p.k, acc, tokens, ld, out, H, u0 * kCols);
   });
 }
 
@@ -127,30 +126,30 @@ inline void add_summands(const Plan& p, const Partial& part, int w, int64_t i, i
 // Second half: tasks own some tokens and 32 columns.
 template <class S>
 void add_on_nodes(const Plan& p, const S& s, const Partial& part, int64_t u0, int64_t n,
-                  float* out) {
+                  const Columns& out) {
   const int64_t H = p.l.hidden, tokens = p.batch.tokens,
                 want = max64(1, 4 * threads() / n),  // blocks of tokens, so that all have work
       block = max64(16, (tokens + want - 1) / want), blocks = (tokens + block - 1) / block;
-  const float* before = p.route.first_row ? out : nullptr;
   const auto token = p.route.token.begin();
   parallel(n * blocks, [&](int64_t task, int w) {
     const int64_t u = task / blocks, t0 = task % blocks * block, t1 = min64(tokens, t0 + block),
                   col = (u0 + u) * kCols;
     auto* acc = (float*)scratch(w, kAcc, (t1 - t0) * kCols * 4);
-    begin_columns(acc, t1 - t0, kCols, before ? before + t0 * H : nullptr, H, col);
+    const Columns mine = out.past(t0 * H);
+    begin_columns(acc, t1 - t0, kCols, mine.from, H, col);
     for (int64_t e = 0; e < p.route.active(); ++e) {
       const auto from = token + p.route.start[size_t(e)], to = token + p.route.start[size_t(e) + 1];
       row_blocks(
           std::lower_bound(from, to, t0) - token, std::lower_bound(from, to, t1) - token,
           [&](int64_t i, int64_t m) { add_summands(p, part, w, i, m, u, s.weight(), t0, acc); });
     }
-    end_columns(acc, t1 - t0, kCols, out + t0 * H, H, col);
+    end_columns(p.k, acc, t1 - t0, kCols, mine, H, col);
   });
 }
 
-// out [tokens][hidden] (+)= the stage's sum over this wave.
+// Adds the stage's sum over this wave.
 template <class S>
-void sum_stage(const Plan& p, const S& s, float* out) {
+void sum_stage(const Plan& p, const S& s, const Columns& out) {
   if (!p.on_nodes()) return sum_on_one_node(p, s, out);
   const int64_t units = (p.l.hidden + kCols - 1) / kCols, rows = p.route.rows(),
                 summands = int64_t(p.slices.size()) + s.adapts(),

@@ -239,7 +239,7 @@ class Experts:
             ValueError: shapes, dtypes, devices or indices that do not fit, or missing weights.
         """
         tokens, top_k, rows, index, weights = self._batch(x, top_k_index, top_k_weights)
-        out = torch.empty(tokens, self.hidden, dtype=torch.float32)
+        out = torch.empty(tokens, self.hidden, dtype=x.dtype)
         saved = None
         if save:
             saved = torch.empty(tokens * top_k, 2, self.intermediate, dtype=torch.bfloat16)
@@ -259,10 +259,11 @@ class Experts:
                 native,
                 compute == "int8",
                 out.data_ptr(),
+                x.dtype == torch.bfloat16,
                 saved.data_ptr() if saved is not None else 0,
             )
         del keep
-        return out.to(x.dtype), saved
+        return out, saved
 
     def backward(
         self,
@@ -288,14 +289,14 @@ class Experts:
                 f"{(tokens * top_k, 2, self.intermediate)} for this batch"
             )
         dy = grad_out.to(torch.bfloat16).contiguous()
-        dx = torch.empty(tokens, self.hidden, dtype=torch.float32) if need_dx else None
+        dx = torch.empty(tokens, self.hidden, dtype=x.dtype) if need_dx else None
         dw = torch.empty(tokens, top_k, dtype=torch.float32) if need_dw else None
         native, keep = self._lora(lora)
         a: dict[str, Tensor] = {}
         b: dict[str, Tensor] = {}
         if lora is not None and need_lora:
-            a = {p: torch.empty(t.shape, dtype=torch.float32) for p, t in lora.a.items()}
-            b = {p: torch.empty(t.shape, dtype=torch.float32) for p, t in lora.b.items()}
+            a = {p: _recycled(t.shape) for p, t in lora.a.items()}
+            b = {p: _recycled(t.shape) for p, t in lora.b.items()}
         address = lambda t: t.data_ptr() if t is not None else 0  # noqa: E731
         with runtime.Timed("backward"):
             self._layer.backward(
@@ -308,12 +309,13 @@ class Experts:
                 dy.data_ptr(),
                 address(saved),
                 address(dx),
+                x.dtype == torch.bfloat16,
                 address(dw),
                 [address(a.get(p)) for p in PROJECTIONS],
                 [address(b.get(p)) for p in PROJECTIONS],
             )
         del keep
-        return Grads(dx.to(x.dtype) if dx is not None else None, dw, a, b)
+        return Grads(dx, dw, a, b)
 
     # -- checks ---------------------------------------------------------------------------------
 
@@ -412,6 +414,13 @@ def _plain(t: Tensor, dtype: torch.dtype) -> Tensor:
     if t.dtype != dtype or t.requires_grad:
         t = t.detach().to(dtype)
     return t if t.is_contiguous() else t.contiguous()
+
+
+def _recycled(shape: torch.Size) -> Tensor:
+    """fp32, uninitialised, in memory of an earlier gradient where one of this size is gone."""
+    memory = torch.frombuffer(_kt.Recycled(4 * shape.numel()), dtype=torch.uint8)
+    strides = torch.empty(shape, device="meta").stride()
+    return torch.empty(0).set_(memory.untyped_storage(), 0, shape, strides)
 
 
 def _native_layer(

@@ -104,6 +104,11 @@ def set_numa_nodes(n: int) -> None:
     log_refusals()
 
 
+def release_recycled() -> None:
+    """Return memory that gradients of experts left for the next ones to the system."""
+    _kt.release_recycled()
+
+
 def log_refusals() -> None:
     """Warn of calls that bind threads or memory to NUMA nodes and were refused by the system, once
     per kind of call."""

@@ -93,6 +93,7 @@ class KTCallback(TrainerCallback):
         """Writes kt_stats.json (on the first process, numbers of all)."""
         elapsed = time.perf_counter() - self.started
         self._tokens.remove()
+        runtime.release_recycled()
         after = runtime.seconds()
         seconds = {key: after[key] - self.before.get(key, 0.0) for key in after}
         tokens = int(_over_ranks(float(self._tokens.tokens), "sum"))

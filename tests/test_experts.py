@@ -109,6 +109,45 @@ def run_all(case):
     return [out, saved, g.dx, g.dw, *(g.a[p] for p in PROJECTIONS), *(g.b[p] for p in PROJECTIONS)]
 
 
+@pytest.mark.parametrize("tokens", [1, 37, 2100])  # 2100 x 2 rows: two waves
+def test_bf16_results_are_the_fp32_ones_rounded_once(tokens):
+    case = make_case(E=5, H=176, I=72, T=tokens, K=2)
+    args = case.index, case.weights, case.lora
+    whole, saved = case.layer.forward(case.x.float(), *args, save=True)
+    rounded, _ = case.layer.forward(case.x, *args)
+    assert rounded.dtype == torch.bfloat16
+    assert torch.equal(rounded, whole.to(torch.bfloat16))
+    whole = case.layer.backward(case.x.float(), case.x.float(), *args, saved).dx
+    rounded = case.layer.backward(case.x, case.x, *args, saved).dx
+    assert rounded.dtype == torch.bfloat16
+    assert torch.equal(rounded, whole.to(torch.bfloat16))
+
+
+def test_gradients_take_the_memory_of_earlier_ones_but_never_of_live_ones():
+    case = make_case(E=4, H=64, I=96, T=20, K=2)
+    size = sum(4 * t.numel() for t in (*case.lora.a.values(), *case.lora.b.values()))
+    pages = lambda n: -(-n // 4096) * 4096  # noqa: E731
+    run_all(case)
+    runtime.release_recycled()
+    assert _kt.recycled_bytes() == 0
+    first = run_all(case)
+    kept = [t.clone() for t in first]
+    addresses = {t.data_ptr() for t in first[4:]}
+    case.x = case.x + 1
+    second = run_all(case)
+    assert all(torch.equal(a, b) for a, b in zip(first, kept, strict=True))
+    assert addresses.isdisjoint(t.data_ptr() for t in second[4:])
+    del first
+    assert size <= _kt.recycled_bytes() <= sum(pages(4 * t.numel()) for t in second[4:])
+    third = run_all(case)
+    assert {t.data_ptr() for t in third[4:]} == addresses
+    assert all(torch.equal(a, b) for a, b in zip(second, third, strict=True))
+    assert _kt.recycled_bytes() == 0
+    del second, third
+    runtime.release_recycled()
+    assert _kt.recycled_bytes() == 0
+
+
 @pytest.mark.parametrize("tokens", [1, 37, 300])
 def test_same_bits_for_any_number_of_threads(tokens):
     case = make_case(E=5, H=160, I=136, T=tokens, K=3, dropout=0.2)

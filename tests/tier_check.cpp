@@ -176,12 +176,12 @@ struct Case {
 
     std::vector<float> out(x.size(), NAN), dx(x.size(), NAN), dw(weight.size(), NAN), da[3], db[3];
     std::vector<bf16> saved(size_t(tokens * K * 2 * I), 0x7fc0);
-    Grads grads{dx.data(), dw.data(), {}, {}};
+    Grads grads{{dx.data()}, dw.data(), {}, {}};
     for (int p = 0; p < 3; ++p) {
       da[p].assign(a[p].size(), NAN), db[p].assign(b[p].size(), NAN);
       grads.da[p] = da[p].data(), grads.db[p] = db[p].data();
     }
-    moe_forward(layer, batch, lora, false, out.data(), saved.data());
+    moe_forward(layer, batch, lora, false, Sum{out.data()}, saved.data());
     // a loss's gradient has a component along the output; pure noise would nearly cancel in dw
     const Vec want = reference(true, false).out;
     for (size_t i = 0; i < dy.size(); ++i) dy[i] = narrow(widen(dy[i]) + float(want[i]));
@@ -195,7 +195,7 @@ struct Case {
       shares[4] = std::max(shares[4], error(db[p], g.db[p]) / kGradBar);
     }
     if (entry.kernel->quad_size) {
-      moe_forward(layer, batch, {}, true, out.data(), nullptr);
+      moe_forward(layer, batch, {}, true, Sum{out.data()}, nullptr);
       shares.push_back(error(out, reference(false, false).out) / kInt8Bar);
     }
     std::printf("%s %s %d", entry.kernel->isa, entry.kernel->format, int(tokens));
