@@ -3,7 +3,9 @@
     python bench/side_by_side.py [--models demo,qwen3] [--tokens 1024,128] [--steps 6]
 
 Models: `demo` (examples/make_demo_model.py; `make demo` makes it) and `qwen3`, a random Qwen3-MoE
-of two layers of shape S with 128 experts. Runs, each in a process of its own, one after the other:
+of 16 layers of shape S with 128 experts (with fewer, lm_head is most of a step; in Qwen3-30B-A3B it
+is a sixth of the routed experts' work, here a half). Runs, each in a process of its own, one after
+the other:
   int8, bf16   use_kt, experts in that format, LoRA r=8 on attention and every expert
   stock        LLaMA-Factory without use_kt: PEFT's own LoRA on the fused expert parameters
   zero2, zero3 the same under DeepSpeed with the optimizer (and parameters) offloaded to the CPU,
@@ -63,7 +65,7 @@ def model_path(name: str) -> Path:
         intermediate_size=512,
         num_experts=128,
         num_experts_per_tok=4,
-        num_hidden_layers=2,
+        num_hidden_layers=16,
         num_attention_heads=16,
         num_key_value_heads=4,
         head_dim=64,

@@ -29,7 +29,6 @@ from typing import Any
 
 import torch
 
-from kt_core import memory
 from kt_sft import config as settings
 from kt_sft import layer_major, stages, trainer_log
 from kt_sft.config import KTConfig
@@ -108,8 +107,6 @@ def adapt_parser(module: Any) -> None:
             if kt_config_of(model_args).layer_major and training_args.do_train:
                 layer_major.check(training_args, finetuning_args)
                 layer_major.apply(training_args)
-            if not torch.accelerator.is_available():
-                memory.return_freed_tensors()
         else:
             _check_unused(model_args)
         return parsed

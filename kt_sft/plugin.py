@@ -13,11 +13,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 
 from kt_core import hf
 from kt_core.module import KTExpertsLinear
-from kt_sft import autograd, dist, groups
+from kt_sft import autograd, dist, groups, heap
 from kt_sft.checkpointing import retain_experts
 from kt_sft.config import KTConfig
 
@@ -179,7 +180,7 @@ def load_for_training(path: str, config: KTConfig | None = None, **kw: Any) -> n
 
 def prepare(model: nn.Module, config: KTConfig) -> None:
     """What a loaded model needs beside its experts: checkpointing that keeps their outputs
-    (activation: retain).
+    (activation: retain), and, without an accelerator, a heap that suits training.
     """
     if not any(isinstance(m, KTExpertsLinear) for m in model.modules()):
         raise ValueError(
@@ -189,5 +190,7 @@ def prepare(model: nn.Module, config: KTConfig) -> None:
     from kt_sft import peft_io
 
     peft_io.remember(model, config)
+    if not torch.accelerator.is_available():
+        heap.tend(model)
     if config.activation == "retain":
         retain_experts(model)

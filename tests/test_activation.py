@@ -134,12 +134,12 @@ def test_the_plan_is_the_sum_of_the_tensors(tmp_path):
 
 
 MEASURE = """
-import sys, torch, models, sft_cases as cases
+import ctypes, sys, torch, models, sft_cases as cases
 from kt_core import memory
 from kt_sft import budget
 activation, path, tokens = sys.argv[1], sys.argv[2], int(sys.argv[3])
-memory.return_freed_tensors()
 model = cases.adapted(cases.load(path, activation=activation))
+ctypes.CDLL(None).mallopt(-3, 256 << 10)  # M_MMAP_THRESHOLD: freed tensors are gone at once
 plan = budget.predict(model, tokens, activation=activation, optimizer="adamw")
 ids = torch.randint(3, 100, (1, tokens))
 model(input_ids=ids[:, :64]).logits.sum()  # first use of everything
@@ -171,13 +171,13 @@ def test_the_prediction_against_measured_memory(tmp_path):
 
 
 LOGITS = """
-import re, sys, torch
+import ctypes, re, sys, torch
 from torch.nn import functional as F
 from transformers.loss.loss_utils import ForCausalLMLoss
 from types import SimpleNamespace
 from kt_core import memory
 from kt_sft import layer_major
-memory.return_freed_tensors()
+ctypes.CDLL(None).mallopt(-3, 256 << 10)  # M_MMAP_THRESHOLD: freed tensors are gone at once
 rows, tokens, vocabulary, dtype = int(sys.argv[2]), 512, 40_000, getattr(torch, sys.argv[1])
 hidden = torch.randn(rows, tokens // rows, 8, dtype=dtype, requires_grad=True)
 head = torch.randn(vocabulary, 8, dtype=dtype)
@@ -254,3 +254,18 @@ def test_too_little_memory_is_warned_of(root, caplog, monkeypatch):
         loader = SimpleNamespace(dataset=[])
         callback.on_train_begin(Arguments, State, None, model=model, train_dataloader=loader)
     assert "but the test's limit leaves 100,000" in caplog.text
+
+
+def test_memory_is_returned_before_the_logits_of_training_only(tmp_path, monkeypatch):
+    returned = []
+    monkeypatch.setattr(memory, "return_freed_tensors", lambda: returned.append(True))
+    path = cases.checkpoint(tmp_path)
+    model = cases.adapted(cases.load(path))
+    ids = torch.randint(3, 100, (1, 8))
+    model.eval()(input_ids=ids)
+    assert not returned
+    model.train()(input_ids=ids, labels=ids).loss.backward()
+    assert len(returned) == 1
+    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "1")  # a choice of the user's stands
+    cases.adapted(cases.load(path)).train()(input_ids=ids)
+    assert len(returned) == 1
