@@ -74,6 +74,10 @@ class Experts:
             allocates private memory that does not follow a fork, each slice on its NUMA node.
         name: used in error messages.
 
+    Attributes:
+        check_finite: have forward and backward refuse NaN and Inf in what they are given (a pass
+            over x, weights, LoRA factors and gradients; off unless it is set).
+
     Raises:
         ValueError: unknown format, group or activation, sizes < 1, slices out of range, or a
             buffer that is too small.
@@ -95,6 +99,7 @@ class Experts:
         self.num_experts, self.hidden, self.intermediate = num_experts, hidden, intermediate
         self.format, self.activation, self.name = format, activation, name
         self.slices = slices
+        self.check_finite = False
         self._layer = _native_layer(
             num_experts, hidden, intermediate, format, group, activation, name, slices
         )
@@ -237,6 +242,7 @@ class Experts:
 
         Raises:
             ValueError: shapes, dtypes, devices or indices that do not fit, or missing weights.
+            FloatingPointError: NaN or Inf in x, top_k_weights or lora, with `check_finite`.
         """
         tokens, top_k, rows, index, weights = self._batch(x, top_k_index, top_k_weights)
         out = torch.empty(tokens, self.hidden, dtype=x.dtype)
@@ -248,6 +254,8 @@ class Experts:
                 f"compute is {compute!r}{' with save' if save else ''}; give 'bf16', or 'int8' "
                 "without save (training is in bf16)"
             )
+        if self.check_finite:
+            self._refuse_non_finite(lora, x=x, top_k_weights=top_k_weights)
         native, keep = self._lora(lora)
         with runtime.Timed("forward"):
             self._layer.forward(
@@ -288,6 +296,10 @@ class Experts:
                 f"saved has shape {tuple(saved.shape)}; forward returned "
                 f"{(tokens * top_k, 2, self.intermediate)} for this batch"
             )
+        if self.check_finite:
+            self._refuse_non_finite(
+                lora, grad_out=grad_out, x=x, top_k_weights=top_k_weights, saved=saved
+            )
         dy = grad_out.to(torch.bfloat16).contiguous()
         dx = torch.empty(tokens, self.hidden, dtype=x.dtype) if need_dx else None
         dw = torch.empty(tokens, top_k, dtype=torch.float32) if need_dw else None
@@ -318,6 +330,23 @@ class Experts:
         return Grads(dx, dw, a, b)
 
     # -- checks ---------------------------------------------------------------------------------
+
+    def _refuse_non_finite(self, lora: Lora | None, **given: Tensor | None) -> None:
+        if lora is not None:
+            given |= {
+                f"LoRA {n} of {p}": t
+                for n, f in (("A", lora.a), ("B", lora.b))
+                for p, t in f.items()
+            }
+        for what, tensor in given.items():
+            if tensor is None or (good := torch.isfinite(tensor)).all():
+                continue
+            first = tuple((~good).nonzero()[0].tolist())
+            raise FloatingPointError(
+                f"{self.name}: {what} has {int((~good).sum())} values that are NaN or Inf, the "
+                f"first at {first}; lower learning_rate, set max_grad_norm, or look at the data "
+                "of this step"
+            )
 
     def _shape(self, projection: str) -> tuple[int, int]:
         h, i = self.hidden, self.intermediate

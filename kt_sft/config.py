@@ -44,6 +44,7 @@ class KTConfig:
     merged_eval    evaluation batches on which the end of a run measures the held-out loss twice, as
                    trained and merged into bf16; each reads the base checkpoint once; 0: none
     layer_major    the micro-batches of gradient accumulation go through each layer together
+    check_finite   NaN and Inf in what experts are given end the run, with layer and tensor
     """
 
     format: str = "int8"
@@ -53,6 +54,7 @@ class KTConfig:
     activation: str = "retain"
     packed_dir: str | None = None
     layer_major: bool = False
+    check_finite: bool = False
     lora_rank: Mapping[str, int] | None = None
     export_layout: str = "per_expert"
     merged_eval: int = 2
@@ -61,11 +63,8 @@ class KTConfig:
         _one_of("format", self.format, FORMATS)
         _one_of("export_layout", self.export_layout, EXPORT_LAYOUTS)
         _one_of("activation", self.activation, ACTIVATIONS)
-        if not isinstance(self.layer_major, bool):
-            raise ValueError(
-                f"kt_config: layer_major={self.layer_major!r} is neither true nor false; correct "
-                "or remove it"
-            )
+        _switch("layer_major", self.layer_major)
+        _switch("check_finite", self.check_finite)
         _whole("merged_eval", self.merged_eval, least=0)
         if self.lora_rank is not None:
             _ranks(self.lora_rank)
@@ -159,6 +158,13 @@ def _one_of(key: str, value: object, allowed: tuple[Any, ...]) -> None:
     if value not in allowed or isinstance(value, bool):
         raise ValueError(
             f"kt_config: {key}={value!r} is not known; use one of {', '.join(map(str, allowed))}"
+        )
+
+
+def _switch(key: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(
+            f"kt_config: {key}={value!r} is neither true nor false; correct or remove it"
         )
 
 

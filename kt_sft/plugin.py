@@ -180,7 +180,7 @@ def load_for_training(path: str, config: KTConfig | None = None, **kw: Any) -> n
 
 def prepare(model: nn.Module, config: KTConfig) -> None:
     """What a loaded model needs beside its experts: checkpointing that keeps their outputs
-    (activation: retain), and, without an accelerator, a heap that suits training.
+    (activation: retain), their checks, and, without an accelerator, a heap that suits training.
     """
     if not any(isinstance(m, KTExpertsLinear) for m in model.modules()):
         raise ValueError(
@@ -190,6 +190,9 @@ def prepare(model: nn.Module, config: KTConfig) -> None:
     from kt_sft import peft_io
 
     peft_io.remember(model, config)
+    for module in model.modules():
+        if isinstance(module, KTExpertsLinear):
+            module.experts.check_finite = config.check_finite
     if not torch.accelerator.is_available():
         heap.tend(model)
     if config.activation == "retain":

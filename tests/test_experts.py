@@ -57,6 +57,30 @@ def test_bad_weights_raise_by_name():
         layer.forward(torch.zeros(1, 64), torch.zeros(1, 1).long(), torch.ones(1, 1))
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_check_finite_names_what_is_not(bad):
+    case = make_case(E=3, H=64, I=32, T=4, K=2)
+    case.layer.name = "layers.3"
+    good = case.x, case.index, case.weights, case.lora
+    _, saved = case.layer.forward(*good, save=True)
+    spoilt = case.x.clone()
+    spoilt[2, 5] = bad
+    case.layer.forward(spoilt, *good[1:])  # off: computed as it is
+    case.layer.check_finite = True
+    case.layer.backward(case.x, *good, saved)
+    with pytest.raises(FloatingPointError, match=r"layers\.3: x has 1 values .* at \(2, 5\)"):
+        case.layer.forward(spoilt, *good[1:])
+    with pytest.raises(FloatingPointError, match=r"layers\.3: grad_out has 1 values"):
+        case.layer.backward(spoilt, *good, saved)
+    weights = case.weights.clone()
+    weights[3, 1] = bad
+    with pytest.raises(FloatingPointError, match=r"layers\.3: top_k_weights has 1 values"):
+        case.layer.forward(case.x, case.index, weights, case.lora)
+    case.lora.b["up"][0, 0, 0] = bad
+    with pytest.raises(FloatingPointError, match=r"layers\.3: LoRA B of up has 1 values"):
+        case.layer.forward(*good)
+
+
 def test_bad_batches_raise_by_name():
     case = make_case(E=4, H=64, T=3, K=2)
     good = case.x, case.index, case.weights

@@ -209,6 +209,19 @@ def test_threads(root):
         runtime.set_threads(before)
 
 
+def test_check_finite_names_layer_and_tensor(root):
+    config = {"format": "bf16", "check_finite": True}
+    found = lf_cases.arguments(root, "finite", kt_config=config, max_steps=4)
+    lf_cases.run(found)  # nothing to refuse
+    found = lf_cases.arguments(
+        root, "finite", kt_config=config, max_steps=4, learning_rate=1e30, max_grad_norm=0.0
+    )
+    with pytest.raises(
+        FloatingPointError, match=r"layers\.\d+\.mlp.* has \d+ values .* NaN or Inf"
+    ):
+        lf_cases.run(found)
+
+
 def test_packed_dir(root, tmp_path):
     config = {"format": "int8", "packed_dir": str(tmp_path / "packed")}
     results = []

@@ -19,6 +19,7 @@ def test_defaults_and_every_key():
         "activation": "recompute",
         "packed_dir": "packed",
         "layer_major": True,
+        "check_finite": True,
         "lora_rank": {"experts": 4},
         "export_layout": "fused",
         "merged_eval": 2,
@@ -57,6 +58,7 @@ def test_the_command_line_gives_json():
         ({"activation": "keep"}, "activation='keep' is not known; use one of retain, recompute"),
         ({"packed_dir": ""}, "packed_dir='' is not a directory name"),
         ({"layer_major": 1}, "layer_major=1 is neither true nor false"),
+        ({"check_finite": "no"}, "check_finite='no' is neither true nor false"),
         ([1], "is not a mapping"),
     ],
 )
