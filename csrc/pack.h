@@ -1,0 +1,196 @@
+// Packing a matrix into panels and back (panel.h), for every ISA and format.
+#pragma once
+#include "kernel.h"
+
+namespace kt {
+namespace {
+
+template <class I>
+constexpr int kVecs = int(kPanel) / I::lanes;  // vectors per panel line
+
+// One step of transposing N vectors of N lanes: lanes whose numbers differ in bit S change
+// places.
+template <int S, class T, int N>
+KT_OP void butterfly(T (&v)[N]) {
+  if constexpr (S < N) {
+    T keep, take;
+    for (int i = 0; i < N; ++i) keep[i] = i & S ? N + i - S : i, take[i] = i & S ? N + i : i + S;
+    for (int i = 0; i < N; ++i)
+      if (!(i & S)) {
+        T x = v[i], y = v[i + S];
+        v[i] = __builtin_shuffle(x, y, keep);
+        v[i + S] = __builtin_shuffle(x, y, take);
+      }
+  }
+}
+template <class T, int N>
+KT_OP void transpose_square(T (&v)[N]) {
+  butterfly<1>(v);
+  butterfly<2>(v);
+  butterfly<4>(v);
+  butterfly<8>(v);
+}
+
+template <class I, class F>
+struct Packing {
+  using f32 = typename I::f32;
+  using u32 = typename I::u32;
+  using u64 = typename I::u64;
+  static constexpr int V = kVecs<I>, L = I::lanes;
+
+  // -- where the parts of a packed matrix lie -----------------------------------------------------
+  KT_OP const uint8_t* panel(const Packed& w, int64_t p) {
+    return w.data + p * panel_bytes(w.shape, F::bits, F::scaled);
+  }
+  KT_OP const uint8_t* lines(const Packed& w, int64_t p) {
+    return panel(w, p) + scale_bytes(w.shape, F::scaled);
+  }
+  KT_OP const bf16* scales(const Packed& w, int64_t p) {
+    return F::scaled ? (const bf16*)panel(w, p) : nullptr;
+  }
+  KT_OP int64_t group_pairs(const Shape& s) { return (F::scaled ? group_size(s) : s.kp) / 2; }
+
+  // -- pack and unpack ----------------------------------------------------------------------------
+  // v[k] = W[n, k] for k < s.k, zero up to kp.
+  static void load_row(const void* src, DType t, int64_t first, int64_t cs, const Shape& s,
+                       float* v) {
+    const int64_t end = first + s.k * cs;
+    if (t == DType::kBf16 && cs == 1) {  // the common checkpoint: a loop the compiler vectorises
+      for (int64_t k = 0; k < s.k; ++k) v[k] = widen(((const bf16*)src)[first + k]);
+    } else if (t == DType::kF32) {
+      for (int64_t i = first, k = 0; i < end; i += cs) v[k++] = ((const float*)src)[i];
+    } else {
+      for (int64_t i = first, k = 0; i < end; i += cs) v[k++] = load_as_float(src, t, i);
+    }
+    for (int64_t k = s.k; k < s.kp; ++k) v[k] = 0;
+  }
+
+  // L channels that lie side by side in src, from element `at` on.
+  KT_OP f32 load_channels(const void* src, DType t, int64_t at) {
+    return t == DType::kF32 ? *(const f32*)((const float*)src + at)
+                            : I::load_bf16((const bf16*)src + at);
+  }
+  // A panel of a matrix that is transposed in memory: no value has to be moved between lanes.
+  KT_OP f32 pack_across(const void* src, DType t, int64_t cs, const Shape& s, int64_t channel,
+                        uint8_t* line) {
+    f32 bad = {};
+    bf16 half[2][L];
+    for (int64_t k = 0; k < s.kp; k += 2, line += kAlign)
+      for (int j = 0; j < V; ++j) {
+        for (int64_t x = 0; x < 2; ++x) {
+          f32 v = {};
+          if (k + x < s.k) v = load_channels(src, t, channel + j * L + (k + x) * cs);
+          bad += v - v;
+          I::store_bf16(half[x], v);
+        }
+        *(u32*)(line + j * L * 4) = (u32)I::load_bf16(half[0]) >> 16 | (u32)I::load_bf16(half[1]);
+      }
+    return bad;
+  }
+  // Row n of src as bf16, zero up to kp; NaN in `bad` if any value is not finite.
+  KT_OP void pack_row(const void* src, DType t, int64_t n, int64_t rs, int64_t cs, const Shape& s,
+                      float* v, bf16* code, f32& bad, float& odd) {
+    if (n >= s.n) return (void)__builtin_memset(code, 0, size_t(s.kp) * 2);
+    const float* row = v;
+    if (t == DType::kF32 && cs == 1 && s.k == s.kp)
+      row = (const float*)src + n * rs;
+    else
+      load_row(src, t, n * rs, cs, s, v);
+    int64_t k = 0;
+    for (; k + L <= s.kp; k += L) {
+      const f32 x = *(const f32*)(row + k);
+      bad += x - x;
+      I::store_bf16(code + k, x);
+    }
+    for (; k < s.kp; ++k) odd += row[k] - row[k], code[k] = narrow(row[k]);
+  }
+  // 16 rows of kp bf16 as the lines of a panel.
+  KT_OP void pack_lines(const bf16* code, int64_t kp, uint8_t* line) {
+    const auto* from = (const uint32_t*)code;
+    const int64_t count = kp / 2;
+    int64_t i = 0;
+    for (; i + L <= count; i += L, line += L * kAlign)
+      for (int j = 0; j < V; ++j) {
+        u32 square[L];
+        for (int a = 0; a < L; ++a) square[a] = *(const u32*)(from + (j * L + a) * count + i);
+        transpose_square(square);
+        for (int a = 0; a < L; ++a) *(u32*)(line + a * kAlign + j * L * 4) = square[a];
+      }
+    for (; i < count; ++i, line += kAlign)
+      for (int64_t r = 0; r < kPanel; ++r) ((uint32_t*)line)[r] = from[r * count + i];
+  }
+  // Formats without scales: LoRA factors are packed anew in every call, so this one is fast.
+  static bool pack_plain(const void* src, DType t, int64_t rs, int64_t cs, const Shape& s,
+                         int64_t p0, int64_t p1, uint8_t* dst, void* scratch) {
+    float* v = (float*)scratch;
+    bf16* code = (bf16*)(v + s.kp);
+    f32 bad = {};
+    float odd = 0;
+    for (int64_t p = p0; p < p1; ++p) {
+      uint8_t* line = dst + p * panel_bytes(s, F::bits, F::scaled);
+      if (rs == 1 && t != DType::kF16 && (p + 1) * kPanel <= s.n) {
+        bad += pack_across(src, t, cs, s, p * kPanel, line);
+        continue;
+      }
+      for (int64_t r = 0; r < kPanel; ++r)
+        pack_row(src, t, p * kPanel + r, rs, cs, s, v, code + r * s.kp, bad, odd);
+      pack_lines(code, s.kp, line);
+    }
+    for (int e = 0; e < L; ++e) odd += bad[e];
+    return odd == 0;
+  }
+
+  static bool pack(const void* src, DType t, int64_t rs, int64_t cs, const Shape& s, int64_t p0,
+                   int64_t p1, uint8_t* dst, void* scratch) {
+    if constexpr (!F::scaled) return pack_plain(src, t, rs, cs, s, p0, p1, dst, scratch);
+    constexpr int per_line = 2 * F::pairs;
+    const int64_t step = F::scaled ? group_size(s) : s.kp;
+    float* v = (float*)scratch;
+    uint16_t* code = (uint16_t*)(v + s.kp);
+    float bad = 0;  // x - x is 0 for finite x and NaN otherwise
+    for (int64_t p = p0; p < p1; ++p) {
+      uint8_t* base = dst + p * panel_bytes(s, F::bits, F::scaled);
+      uint8_t* line = base + scale_bytes(s, F::scaled);
+      bf16* scale = (bf16*)base;
+      if (F::scaled) __builtin_memset(base, 0, size_t(scale_bytes(s, true)));
+      for (int64_t r = 0; r < kPanel; ++r) {
+        if (int64_t n = p * kPanel + r; n < s.n) {
+          load_row(src, t, n * rs, cs, s, v);
+        } else {
+          __builtin_memset(v, 0, size_t(s.kp) * 4);
+        }
+        for (int64_t k = 0; k < s.kp; ++k) bad += v[k] - v[k];
+        for (int64_t g = 0; g < s.kp; g += step) {
+          float sc = F::encode(v + g, min64(step, s.kp - g), code + g);
+          if (F::scaled) scale[g / step * kPanel + r] = narrow(sc);
+        }
+        for (int64_t k = 0; k < s.kp; k += per_line) {
+          uint32_t d = F::dword(code + k);
+          __builtin_memcpy(line + k / per_line * kAlign + r * 4, &d, 4);
+        }
+      }
+    }
+    return bad == 0;
+  }
+
+  static void unpack_panel(const Packed& w, int64_t p, float* out) {
+    const Shape& s = w.shape;
+    const uint8_t* line = lines(w, p);
+    const bf16* scale = scales(w, p);
+    for (int64_t k = 0; k < s.kp; k += 2 * F::pairs, line += kAlign)
+      for (int j = 0; j < V; ++j) {
+        typename I::B pair[F::pairs];
+        F::template decode<I>(*(const u32*)(line + j * L * 4), pair);
+        f32 sc = I::splat(F::template unit<I>);
+        if (F::scaled) sc *= I::load_bf16(scale + k / group_size(s) * kPanel + j * L);
+        for (int x = 0; x < 2 * F::pairs; ++x) {
+          f32 val = (x & 1 ? I::hi_of(pair[x / 2]) : I::lo_of(pair[x / 2])) * sc;
+          for (int i = 0; i < L && k + x < s.k; ++i)
+            if (p * kPanel + j * L + i < s.n) out[(j * L + i) * s.k + k + x] = val[i];
+        }
+      }
+  }
+};
+
+}  // namespace
+}  // namespace kt
