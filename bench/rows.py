@@ -1,12 +1,13 @@
-"""Rows per weight read: each rank computes its own tokens, or one pass computes those of all.
+"""Rows per weight read: each rank computes its own tokens, or a host's ranks compute all together.
 
-    python bench/rows.py [--experts 64] [--format int8] [--rows 4 8 16 32 64]
+    python bench/rows.py [--experts 64] [--format int8] [--rows 4 8 16 32 64] [--out rows.json]
 
 With R rows per expert and rank on two ranks: *own*, two processes with one thread each compute R
-rows per expert over the same packed weights at the same time; *gathered*, one process with two
-threads computes 2R. One layer of the shape of Qwen3-30B-A3B's experts, forward and backward, LoRA
-of rank 8. Gathering would also have to move x, dY and the results between the ranks: those bytes
-are copied once in the gathered time. Prints JSON.
+rows per expert over the same packed weights at the same time; *switched*, the same two compute them
+together as kt_sft/gathered.py does, messages included; *gathered*, one process with two threads
+computes 2R, and copies once the bytes that would have to move. One layer of the shape of
+Qwen3-30B-A3B's experts, forward and backward, LoRA of rank 8. Each time is the best of several
+calls, in which own and switched take turns. Prints JSON.
 """
 
 from __future__ import annotations
@@ -15,12 +16,18 @@ import argparse
 import json
 import mmap
 import multiprocessing
+import os
+import tempfile
 import time
+from pathlib import Path
 
+import machine
 import torch
+from torch import distributed
 
 from kt_core import runtime
 from kt_core.experts import Experts, Lora
+from kt_sft.gathered import HostRanks
 
 H, I, K, RANKS, LORA = 2048, 768, 8, 2, 8
 
@@ -58,41 +65,60 @@ class Work:
 
     def run(self) -> None:
         """Both passes, gate and up kept between them."""
-        _, saved = self.layer.forward(self.x, self.index, self.weights, self.lora, save=True)
-        self.layer.backward(self.grad, self.x, self.index, self.weights, self.lora, saved)
+        batch = self.x, self.index, self.weights, self.lora
+        _, saved = self.layer.forward(*batch, save=True)
+        self.layer.backward(self.grad, *batch, saved)
+
+    def run_with(self, ranks: HostRanks) -> None:
+        """The same, together with the other rank."""
+        batch = self.x, self.index, self.weights, self.lora
+        _, saved = ranks.forward(self.layer, *batch, save=True)
+        needs = {"need_dx": True, "need_dw": True, "need_lora": True}
+        ranks.backward(self.layer, self.grad, *batch, saved, **needs)
 
 
-def _rank(shared, experts, format, rows, rank, repeats, barrier, results) -> None:
+def _rank(shared, experts, format, rows, rank, repeats, folder, results) -> None:
     torch.set_num_threads(1)
     runtime.set_threads(1)
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}/group", rank=rank, world_size=RANKS
+    )
+    ranks = HostRanks(distributed.group.WORLD)
     work = Work(shared, experts, format, rows, rank)
-    best = float("inf")
+    ways = {"own": work.run, "switched": lambda: work.run_with(ranks)}
+    best = dict.fromkeys(ways, float("inf"))
     for repeat in range(repeats + 1):
-        barrier.wait()
-        start = time.perf_counter()
-        work.run()
-        barrier.wait()  # the slower rank is what the step waits for
-        if repeat:
-            best = min(best, time.perf_counter() - start)
+        for way, run in ways.items():
+            distributed.barrier()
+            start = time.perf_counter()
+            run()
+            distributed.barrier()  # the slower rank is what the step waits for
+            if repeat:
+                best[way] = min(best[way], time.perf_counter() - start)
     results.put(best)
+    results.close()
+    results.join_thread()
+    distributed.destroy_process_group()
 
 
-def own(shared: mmap.mmap, experts: int, format: str, rows: int, repeats: int) -> float:
-    """Seconds of two processes that each compute their own rows."""
+def by_ranks(
+    shared: mmap.mmap, experts: int, format: str, rows: int, repeats: int
+) -> dict[str, float]:
+    """Seconds of two processes, each computing its own rows, and both together."""
     context = multiprocessing.get_context("fork")
-    barrier, results = context.Barrier(RANKS), context.Queue()
-    ranks = [
-        context.Process(
-            target=_rank, args=(shared, experts, format, rows, r, repeats, barrier, results)
-        )
-        for r in range(RANKS)
-    ]
-    for rank in ranks:
-        rank.start()
-    seconds = [results.get() for _ in ranks]
-    for rank in ranks:
-        rank.join()
-    return max(seconds)
+    results = context.Queue()
+    with tempfile.TemporaryDirectory() as folder:
+        work = shared, experts, format, rows
+        ranks = [
+            context.Process(target=_rank, args=(*work, r, repeats, folder, results))
+            for r in range(RANKS)
+        ]
+        for rank in ranks:
+            rank.start()
+        found = [results.get() for _ in ranks]
+        for rank in ranks:
+            rank.join()
+    return {way: max(times[way] for times in found) for way in found[0]}
 
 
 def gathered(shared: mmap.mmap, experts: int, format: str, rows: int, repeats: int) -> float:
@@ -111,21 +137,42 @@ def gathered(shared: mmap.mmap, experts: int, format: str, rows: int, repeats: i
 
 
 def main() -> None:
-    """Prints both times for every number of rows."""
+    """Prints the times for every number of rows; --out adds them to those of a file."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--experts", type=int, default=64)
     parser.add_argument("--format", default="int8")
     parser.add_argument("--rows", type=int, nargs="+", default=[4, 8, 16, 32, 64])
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     shared = packed(args.experts, args.format)
     found = []
     for rows in args.rows:
         call = (shared, args.experts, args.format, rows, args.repeats)
-        times = {"own": own(*call), "gathered": gathered(*call)}
+        times = by_ranks(*call) | {"gathered": gathered(*call)}
         found.append({"rows_per_expert_and_rank": rows, **times})
-        found[-1]["gain"] = times["own"] / times["gathered"]
-    print(json.dumps({"arguments": vars(args), "seconds": found}, indent=1))
+        found[-1]["gain"] = times["own"] / times["switched"]
+        found[-1]["gain_without_messages"] = times["own"] / times["gathered"]
+    result = {
+        "machine": {
+            "cpu": machine.cpu_name(),
+            "commit": machine.commit(),
+            "csrc": machine.csrc_hash(),
+            "load": list(os.getloadavg()),
+        },
+        "shape": {"experts": args.experts, "format": args.format, "ranks": RANKS},
+        "seconds": found,
+    }
+    if args.out is not None and args.out.exists():  # other rows, measured before
+        rest = json.loads(args.out.read_text())
+        if rest["shape"] != result["shape"]:
+            raise SystemExit(f"{args.out} holds times of {rest['shape']}; give another file")
+        seconds = {s["rows_per_expert_and_rank"]: s for s in rest["seconds"] + found}
+        result["seconds"] = [seconds[rows] for rows in sorted(seconds)]
+    text = json.dumps(result, indent=1)
+    print(text)
+    if args.out is not None:
+        args.out.write_text(text + "\n")
 
 
 if __name__ == "__main__":

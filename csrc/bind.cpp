@@ -105,8 +105,16 @@ Sum read_sum(uintptr_t address, bool rounded) {
   return {at<float>(address), nullptr};
 }
 
-Batch read_batch(int64_t tokens, int64_t top_k, uintptr_t x, uintptr_t index, uintptr_t weight) {
-  return {tokens, top_k, at<bf16>(x), at<int64_t>(index), at<float>(weight)};
+// share: None, or (address of `mine`, [(tokens, seed), ...]).
+Batch read_batch(int64_t tokens, int64_t top_k, uintptr_t x, uintptr_t index, uintptr_t weight,
+                 const py::object& share) {
+  Batch b{tokens, top_k, at<bf16>(x), at<int64_t>(index), at<float>(weight)};
+  if (share.is_none()) return b;
+  auto [mine, parts] =
+      share.cast<std::pair<uintptr_t, std::vector<std::pair<int64_t, uint64_t>>>>();
+  b.mine = at<uint8_t>(mine);
+  for (auto [n, seed] : parts) b.parts.push_back({n, seed});
+  return b;
 }
 
 py::list list_kernels() {
@@ -245,24 +253,25 @@ PYBIND11_MODULE(_kt, m) {
            })
       .def("forward",
            [](BoundLayer& b, int64_t tokens, int64_t top_k, uintptr_t x, uintptr_t index,
-              uintptr_t weight, const py::object& lora, bool int8, uintptr_t out, bool rounded,
-              uintptr_t saved) {
+              uintptr_t weight, const py::object& share, const py::object& lora, bool int8,
+              uintptr_t out, bool rounded, uintptr_t saved) {
              const Layer& l = b.ready();
+             const Batch batch = read_batch(tokens, top_k, x, index, weight, share);
              Lora lo = read_lora(lora);
              NoGil nogil;
-             moe_forward(l, read_batch(tokens, top_k, x, index, weight), lo, int8,
-                         read_sum(out, rounded), at<bf16>(saved));
+             moe_forward(l, batch, lo, int8, read_sum(out, rounded), at<bf16>(saved));
            })
-      .def("backward", [](BoundLayer& b, int64_t tokens, int64_t top_k, uintptr_t x,
-                          uintptr_t index, uintptr_t weight, const py::object& lora, uintptr_t dy,
-                          uintptr_t saved, uintptr_t dx, bool rounded, uintptr_t dw,
-                          const std::vector<uintptr_t>& da, const std::vector<uintptr_t>& db) {
-        const Layer& l = b.ready();
-        Lora lo = read_lora(lora);
-        Grads g{read_sum(dx, rounded), at<float>(dw), {}, {}};
-        for (size_t p = 0; p < 3; ++p) g.da[p] = at<float>(da[p]), g.db[p] = at<float>(db[p]);
-        NoGil nogil;
-        moe_backward(l, read_batch(tokens, top_k, x, index, weight), lo, at<bf16>(dy),
-                     at<bf16>(saved), g);
-      });
+      .def("backward",
+           [](BoundLayer& b, int64_t tokens, int64_t top_k, uintptr_t x, uintptr_t index,
+              uintptr_t weight, const py::object& share, const py::object& lora, uintptr_t dy,
+              uintptr_t saved, uintptr_t dx, bool rounded, uintptr_t dw,
+              const std::vector<uintptr_t>& da, const std::vector<uintptr_t>& db) {
+             const Layer& l = b.ready();
+             const Batch batch = read_batch(tokens, top_k, x, index, weight, share);
+             Lora lo = read_lora(lora);
+             Grads g{read_sum(dx, rounded), at<float>(dw), {}, {}};
+             for (size_t p = 0; p < 3; ++p) g.da[p] = at<float>(da[p]), g.db[p] = at<float>(db[p]);
+             NoGil nogil;
+             moe_backward(l, batch, lo, at<bf16>(dy), at<bf16>(saved), g);
+           });
 }

@@ -31,8 +31,11 @@ struct Quantized {
   int64_t ld, group, groups, m;  // group: values per scale
 };
 
+// A row's dropout mask is named by the seed of its batch plus its place in it, token * top_k +
+// slot, times this number (2^64 / golden ratio, which spreads neighbours).
+constexpr uint64_t kMaskStep = 0x9E3779B97F4A7C15ull;
+
 struct DropKey {
-  uint64_t seed;   // drawn by the caller; names layer and call
   int projection;  // 0 gate, 1 up, 2 down
   float p;         // probability of zeroing
 };
@@ -95,12 +98,12 @@ struct Kernel {
                   int64_t ld);
   // C += src, both [m][kCols].
   void (*add_rows)(const float* src, int64_t m, float* c);
-  // dst = mask o src over [m][k], kept values x 1/(1-p); mask keyed by (key, row0 + i, element).
-  void (*drop_rows)(const DropKey& key, const int32_t* ids, const bf16* src, int64_t ld,
+  // dst = mask o src over [m][k], kept values x 1/(1-p); keyed by (masks[i], projection, element).
+  void (*drop_rows)(const DropKey& key, const uint64_t* masks, const bf16* src, int64_t ld,
                     const int32_t* rows, int64_t m, int64_t k, bf16* dst, int64_t ldd);
   // acc += mask o C over [m][32], elements col..col+32.
-  void (*drop_add)(const DropKey& key, const int32_t* ids, const float* c, int64_t m, int64_t col,
-                   float* acc);
+  void (*drop_add)(const DropKey& key, const uint64_t* masks, const float* c, int64_t m,
+                   int64_t col, float* acc);
 };
 
 }  // namespace kt

@@ -8,6 +8,7 @@
 // reduce over I are computed per slice and added in the order of slices, so their bits depend on
 // the number of slices, but on no number of nodes or threads.
 #pragma once
+#include <algorithm>
 #include <string>
 #include <vector>
 
@@ -64,21 +65,33 @@ struct Lora {             // rank 0: the projection has no adapter
   bool any() const { return r[0] || r[1] || r[2]; }
 };
 
+// Of a batch that several processes have put together: what one of them gave.
+struct Part {
+  int64_t tokens;
+  uint64_t seed;  // of its dropout
+};
+
 struct Batch {
   int64_t tokens, top_k;
-  const bf16* x;         // [tokens, hidden]
-  const int64_t* index;  // [tokens, top_k]
-  const float* weight;   // [tokens, top_k]
+  const bf16* x;                  // [tokens, hidden]
+  const int64_t* index;           // [tokens, top_k]
+  const float* weight;            // [tokens, top_k]
+  const uint8_t* mine = nullptr;  // [experts]: 0 leaves an expert's assignments out; null: none
+  std::vector<Part> parts{};      // in order; empty: one, with the seed of the Lora
 };
 
 struct Sum {  // [tokens, hidden], added up in fp32: as it is, or rounded once; neither: not wanted
   float* whole = nullptr;
   bf16* rounded = nullptr;
   bool wanted() const { return whole || rounded; }
+  void clear(int64_t values) const {
+    if (whole) std::fill_n(whole, values, 0.f);
+    if (rounded) std::fill_n(rounded, values, bf16(0));
+  }
 };
 
-// saved (may be null) [tokens * top_k, 2, intermediate] in expert order.
-// int8: products with base weights in the int8 domain (throws where the format has none).
+// saved (may be null) [rows, 2, intermediate] in expert order; rows: tokens * top_k less what is
+// left out. int8: products with base weights in the int8 domain (throws where the format has none).
 void moe_forward(const Layer& l, const Batch& b, const Lora& lora, bool int8, const Sum& out,
                  bf16* saved);
 

@@ -52,7 +52,7 @@ void gate_panels(const Plan& p, const Work& k, int w, int64_t e, const Rows& a, 
       float* c2 = P.c(w, kC2);
       std::fill(c2, c2 + m * kCols, 0.f);
       P.add_low_rank(w, g, P.rp[kDown], m, at, 2 * unit, n, false, c2);
-      P.k.drop_add(P.key(kDown), P.route.assignment.data() + i, c2, m, unit * kCols, c);
+      P.k.drop_add(P.key(kDown), P.route.mask.data() + i, c2, m, unit * kCols, c);
     } else {
       P.add_low_rank(w, g, P.rp[kDown], m, at, 2 * unit, n, true, c);
     }
@@ -133,7 +133,7 @@ struct DxSum {
         float* c2 = p.c(w, kC2);
         std::fill(c2, c2 + m * kCols, 0.f);
         p.add_low_rank(w, g, p.rp[q], m, p.factor(e, q).at, 2 * u, n, false, c2);
-        p.k.drop_add(p.key(q), p.route.assignment.data() + i, c2, m, u * kCols, c);
+        p.k.drop_add(p.key(q), p.route.mask.data() + i, c2, m, u * kCols, c);
       } else {
         p.add_low_rank(w, g, p.rp[q], m, p.factor(e, q).at, 2 * u, n, true, c);
       }
@@ -170,8 +170,8 @@ void low_rank_grad(const Plan& p, int w, int64_t e, const LowRankGrad& j) {
       int64_t ld = j.ld;
       if (j.drop) {
         auto* masked = (bf16*)scratch(w, kDropped, m * j.width * 2);
-        p.k.drop_rows(p.key(j.proj), p.route.assignment.data() + i, wide, j.ld, ids, m, j.width,
-                      masked, j.width);
+        p.k.drop_rows(p.key(j.proj), p.route.mask.data() + i, wide, j.ld, ids, m, j.width, masked,
+                      j.width);
         wide = masked, ld = j.width, ids = nullptr;
       }
       for (int64_t col = 0; col < j.width; col += kCols) {
@@ -281,7 +281,9 @@ void backward_wave(Plan& p, const bf16* dy, const bf16* saved, const Grads& g, b
 void moe_backward(const Layer& l, const Batch& b, const Lora& lora, const bf16* dy,
                   const bf16* saved, const Grads& g) {
   Entry lock;
-  const Routing routing = make_route(b.tokens, b.top_k, l.experts, b.index, b.weight);
+  const Routing routing = make_route(b, l.experts, lora.seed);
+  if (b.mine && g.dw) std::fill_n(g.dw, b.tokens * b.top_k, 0.f);
+  if (routing.expert.empty()) g.dx.clear(b.tokens * l.hidden);
   bool want_lora = false;
   for (int q = 0; q < 3; ++q) want_lora |= lora.r[q] && (g.da[q] || g.db[q]);
   if (want_lora) clear_unused(l, lora, g, routing);

@@ -69,7 +69,8 @@ void moe_forward(const Layer& l, const Batch& b, const Lora& lora, bool int8, co
     throw std::invalid_argument("compute='int8' needs int8 or int4 weights, but these are " +
                                 l.format + "; use compute='bf16'");
   Entry lock;
-  const Routing routing = make_route(b.tokens, b.top_k, l.experts, b.index, b.weight);
+  const Routing routing = make_route(b, l.experts, lora.seed);
+  if (routing.expert.empty()) out.clear(b.tokens * l.hidden);
   std::vector<Quantized> x;
   std::vector<Route> waves = routing.waves(kWaveRows);
   for (Route& wave : waves) {

@@ -123,7 +123,7 @@ Rows Plan::rows_of(int w, Slot s, const bf16* src, int64_t ld, const int32_t* id
 Rows Plan::dropped(int w, int p, int64_t first, const bf16* src, int64_t ld, const int32_t* ids,
                    int64_t m, int64_t kk, int64_t kp) const {
   auto* tmp = (bf16*)scratch(w, kDropped, m * kp * 2);
-  k.drop_rows(key(p), route.assignment.data() + first, src, ld, ids, m, kk, tmp, kp);
+  k.drop_rows(key(p), route.mask.data() + first, src, ld, ids, m, kk, tmp, kp);
   return rows_of(w, kSmall, tmp, kp, nullptr, m, kp, kp);
 }
 

@@ -83,7 +83,7 @@ struct Plan {
   bool on_nodes() const { return owners.size() > 2; }
   int64_t threads_of(size_t node) const { return on_nodes() ? node_threads(node) : threads(); }
   const Factors& factor(int64_t active, int p) const { return factors[size_t(active * 3 + p)]; }
-  DropKey key(int p) const { return {lora.seed, p, lora.dropout}; }
+  DropKey key(int p) const { return {p, lora.dropout}; }
 
   float* c(int w, Slot s = kC) const { return (float*)scratch(w, s, kRowBlock * kCols * 4); }
   // Scratch for unpacked panels with up to `reduction` values per channel.

@@ -139,11 +139,10 @@ struct Ops {
     for (int64_t j = 0; j < m * kCols; j += L) *(f32*)(c + j) += *(const f32*)(src + j);
   }
 
-  // Counter-based: a mask depends on the key, the assignment and the element, never on the order of
-  // work.
-  KT_OP uint32_t row_key(const DropKey& key, int32_t id) {
-    uint64_t z = key.seed + uint64_t(uint32_t(id)) * 0x9E3779B97F4A7C15ull +
-                 uint64_t(key.projection) * 0xD1B54A32D192ED03ull;
+  // Counter-based: a mask depends on its name, the projection and the element, never on the order
+  // of work.
+  KT_OP uint32_t row_key(const DropKey& key, uint64_t mask) {
+    uint64_t z = mask + uint64_t(key.projection) * 0xD1B54A32D192ED03ull;
     z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9ull;
     z = (z ^ z >> 27) * 0x94D049BB133111EBull;
     return uint32_t(z ^ z >> 31);
@@ -156,24 +155,24 @@ struct Ops {
   }
   KT_OP uint32_t drop_limit(const DropKey& key) { return uint32_t(key.p * 16777216.f); }
 
-  static void drop_rows(const DropKey& key, const int32_t* ids, const bf16* src, int64_t ld,
+  static void drop_rows(const DropKey& key, const uint64_t* masks, const bf16* src, int64_t ld,
                         const int32_t* rows, int64_t m, int64_t k, bf16* dst, int64_t ldd) {
     const uint32_t limit = drop_limit(key);
     const float s = 1.f / (1.f - key.p);
     for (int64_t i = 0; i < m; ++i, dst += ldd) {
       const bf16* p = src + (rows ? rows[i] : i) * ld;
-      uint32_t row = row_key(key, ids[i]);
+      uint32_t row = row_key(key, masks[i]);
       for (int64_t j = 0; j < k; ++j)
         dst[j] = keep(row, j, limit) ? narrow(widen(p[j]) * s) : bf16(0);
       for (int64_t j = k; j < ldd; ++j) dst[j] = 0;
     }
   }
-  static void drop_add(const DropKey& key, const int32_t* ids, const float* c, int64_t m,
+  static void drop_add(const DropKey& key, const uint64_t* masks, const float* c, int64_t m,
                        int64_t col, float* acc) {
     const uint32_t limit = drop_limit(key);
     const float s = 1.f / (1.f - key.p);
     for (int64_t i = 0; i < m; ++i, c += kCols, acc += kCols) {
-      uint32_t row = row_key(key, ids[i]);
+      uint32_t row = row_key(key, masks[i]);
       for (int64_t j = 0; j < kCols; ++j)
         if (keep(row, col + j, limit)) acc[j] += c[j] * s;
     }

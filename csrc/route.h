@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "kt.h"
+#include "moe.h"
 
 namespace kt {
 
@@ -19,6 +19,7 @@ struct Route {                          // one wave
   std::vector<int64_t> start;           // rows of expert[i]: [start[i], start[i + 1])
   std::span<const int32_t> assignment;  // token * top_k + slot, by expert, then ascending
   std::span<const int32_t> token;       // row -> token
+  std::span<const uint64_t> mask;       // row -> name of its dropout mask (kMaskStep)
   std::span<const float> weight;        // row -> routing weight
   int64_t first_row;                    // of the wave in the whole batch
 
@@ -30,6 +31,7 @@ struct Routing {  // a whole batch; members as in Route
   std::vector<int32_t> expert;
   std::vector<int64_t> start;
   std::vector<int32_t> assignment, token;
+  std::vector<uint64_t> mask;
   std::vector<float> weight;
 
   std::vector<Route> waves(int64_t rows) const {
@@ -38,9 +40,13 @@ struct Routing {  // a whole batch; members as in Route
       size_t end = e + 1;
       while (end < expert.size() && start[end + 1] - start[e] <= rows) ++end;
       const size_t at = size_t(start[e]), n = size_t(start[end]) - at;
-      Route r{std::span(expert).subspan(e, end - e), {},
-              std::span(assignment).subspan(at, n),  std::span(token).subspan(at, n),
-              std::span(weight).subspan(at, n),      start[e]};
+      Route r{std::span(expert).subspan(e, end - e),
+              {},
+              std::span(assignment).subspan(at, n),
+              std::span(token).subspan(at, n),
+              std::span(mask).subspan(at, n),
+              std::span(weight).subspan(at, n),
+              start[e]};
       for (size_t i = e; i <= end; ++i) r.start.push_back(start[i] - start[e]);
       out.push_back(std::move(r));
       e = end;
@@ -49,17 +55,18 @@ struct Routing {  // a whole batch; members as in Route
   }
 };
 
-inline Routing make_route(int64_t tokens, int64_t top_k, int64_t experts, const int64_t* index,
-                          const float* weight) {
+// seed: names the dropout masks of a batch without parts.
+inline Routing make_route(const Batch& b, int64_t experts, uint64_t seed) {
   Routing r;
-  const int64_t n = tokens * top_k;
+  const int64_t n = b.tokens * b.top_k, *index = b.index;
+  auto counts = [&](int64_t i) { return !b.mine || b.mine[index[i]]; };
   std::vector<int64_t> at(size_t(experts) + 1, 0);
   for (int64_t i = 0; i < n; ++i) {
     if (index[i] < 0 || index[i] >= experts)
       throw std::invalid_argument("top_k_index holds " + std::to_string(index[i]) + " for token " +
-                                  std::to_string(i / top_k) + "; this layer has experts 0.." +
+                                  std::to_string(i / b.top_k) + "; this layer has experts 0.." +
                                   std::to_string(experts - 1));
-    ++at[size_t(index[i]) + 1];
+    if (counts(i)) ++at[size_t(index[i]) + 1];
   }
   r.start.push_back(0);
   for (int64_t e = 0; e < experts; ++e) {
@@ -69,11 +76,17 @@ inline Routing make_route(int64_t tokens, int64_t top_k, int64_t experts, const 
     }
     at[size_t(e) + 1] += at[size_t(e)];
   }
-  r.assignment.resize(size_t(n)), r.token.resize(size_t(n)), r.weight.resize(size_t(n));
-  for (int64_t i = 0; i < n; ++i) {
-    size_t p = size_t(at[size_t(index[i])]++);
-    r.assignment[p] = int32_t(i), r.token[p] = int32_t(i / top_k), r.weight[p] = weight[i];
-  }
+  const size_t rows = size_t(r.start.back());
+  r.assignment.resize(rows), r.token.resize(rows), r.mask.resize(rows), r.weight.resize(rows);
+  const std::vector<Part> whole{{b.tokens, seed}};
+  int64_t i = 0;
+  for (const Part& part : b.parts.empty() ? whole : b.parts)
+    for (int64_t place = 0; place < part.tokens * b.top_k; ++place, ++i) {
+      if (!counts(i)) continue;
+      const size_t p = size_t(at[size_t(index[i])]++);
+      r.assignment[p] = int32_t(i), r.token[p] = int32_t(i / b.top_k), r.weight[p] = b.weight[i];
+      r.mask[p] = part.seed + uint64_t(place) * kMaskStep;
+    }
   return r;
 }
 

@@ -7,7 +7,7 @@ packed layout and section 5 for the numerics.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,6 +46,19 @@ class Lora:
     def scaling_of(self, projection: str) -> float:
         """The scaling of one projection."""
         return self.scaling if isinstance(self.scaling, float | int) else self.scaling[projection]
+
+
+@dataclass(frozen=True)
+class Share:
+    """One process's share of a batch that several have put together, end to end.
+
+    ``mine``: ``[E]`` bool; assignments to other experts are left out: ``out`` and ``dx`` are sums
+    over mine, in fp32, and ``dw`` and LoRA gradients of the others are zero. ``parts``: tokens and
+    dropout seed of every process, so that a row's mask is that of its own batch.
+    """
+
+    mine: Tensor
+    parts: Sequence[tuple[int, int]]
 
 
 @dataclass(frozen=True)
@@ -224,6 +237,7 @@ class Experts:
         *,
         save: bool = False,
         compute: str = "bf16",
+        share: Share | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Expert outputs weighted and summed per token.
 
@@ -236,19 +250,23 @@ class Experts:
             compute: domain of the products with base weights: "bf16", or "int8" (int8 and int4
                 weights, inference only): activations are quantized per row and group of up to 128
                 values, about 1 % relative error instead of 0.2 %.
+            share: which experts to compute, in place of all.
 
         Returns:
-            ``(out [T, H] in x's dtype, saved [T * K, 2, I] bf16 or None)``.
+            ``(out [T, H] in x's dtype, saved [rows, 2, I] bf16 or None)``; rows: T * K, less what
+            ``share`` leaves out.
 
         Raises:
             ValueError: shapes, dtypes, devices or indices that do not fit, or missing weights.
             FloatingPointError: NaN or Inf in x, top_k_weights or lora, with `check_finite`.
         """
         tokens, top_k, rows, index, weights = self._batch(x, top_k_index, top_k_weights)
-        out = torch.empty(tokens, self.hidden, dtype=x.dtype)
+        count, part = self._share(share, index)
+        kind = x.dtype if share is None else torch.float32
+        out = torch.empty(tokens, self.hidden, dtype=kind)
         saved = None
         if save:
-            saved = torch.empty(tokens * top_k, 2, self.intermediate, dtype=torch.bfloat16)
+            saved = torch.empty(count, 2, self.intermediate, dtype=torch.bfloat16)
         if compute not in ("bf16", "int8") or (compute == "int8" and save):
             raise ValueError(
                 f"compute is {compute!r}{' with save' if save else ''}; give 'bf16', or 'int8' "
@@ -264,10 +282,11 @@ class Experts:
                 rows.data_ptr(),
                 index.data_ptr(),
                 weights.data_ptr(),
+                part,
                 native,
                 compute == "int8",
                 out.data_ptr(),
-                x.dtype == torch.bfloat16,
+                kind == torch.bfloat16,
                 saved.data_ptr() if saved is not None else 0,
             )
         del keep
@@ -285,23 +304,26 @@ class Experts:
         need_dx: bool = True,
         need_dw: bool = True,
         need_lora: bool = True,
+        share: Share | None = None,
     ) -> Grads:
         """Gradients of :meth:`forward` for ``grad_out [T, H]``; without ``saved`` gate and up are
         computed again, to the same bits."""
         tokens, top_k, rows, index, weights = self._batch(x, top_k_index, top_k_weights)
+        count, part = self._share(share, index)
         if grad_out.shape != x.shape:
             raise ValueError(f"grad_out has shape {tuple(grad_out.shape)}; x has {tuple(x.shape)}")
-        if saved is not None and tuple(saved.shape) != (tokens * top_k, 2, self.intermediate):
+        if saved is not None and tuple(saved.shape) != (count, 2, self.intermediate):
             raise ValueError(
                 f"saved has shape {tuple(saved.shape)}; forward returned "
-                f"{(tokens * top_k, 2, self.intermediate)} for this batch"
+                f"{(count, 2, self.intermediate)} for this batch"
             )
         if self.check_finite:
             self._refuse_non_finite(
                 lora, grad_out=grad_out, x=x, top_k_weights=top_k_weights, saved=saved
             )
         dy = grad_out.to(torch.bfloat16).contiguous()
-        dx = torch.empty(tokens, self.hidden, dtype=x.dtype) if need_dx else None
+        kind = x.dtype if share is None else torch.float32
+        dx = torch.empty(tokens, self.hidden, dtype=kind) if need_dx else None
         dw = torch.empty(tokens, top_k, dtype=torch.float32) if need_dw else None
         native, keep = self._lora(lora)
         a: dict[str, Tensor] = {}
@@ -317,11 +339,12 @@ class Experts:
                 rows.data_ptr(),
                 index.data_ptr(),
                 weights.data_ptr(),
+                part,
                 native,
                 dy.data_ptr(),
                 address(saved),
                 address(dx),
-                x.dtype == torch.bfloat16,
+                kind == torch.bfloat16,
                 address(dw),
                 [address(a.get(p)) for p in PROJECTIONS],
                 [address(b.get(p)) for p in PROJECTIONS],
@@ -396,6 +419,21 @@ class Experts:
             _plain(index, torch.int64),
             _plain(weights, torch.float32),
         )
+
+    def _share(self, share: Share | None, index: Tensor) -> tuple[int, Any]:
+        """Rows of the call, and what the native core is told; ``index`` as it reads it."""
+        if share is None:
+            return index.numel(), None
+        mine = share.mine
+        fits = mine.dtype == torch.bool and mine.shape == (self.num_experts,) and mine.is_cpu
+        if not fits or not mine.is_contiguous():
+            raise ValueError(
+                f"share.mine is {mine.dtype} {tuple(mine.shape)} on {mine.device}; {self.name} "
+                f"needs bool [{self.num_experts}], contiguous on cpu"
+            )
+        if sum(tokens for tokens, _ in share.parts) != len(index):
+            raise ValueError(f"share.parts {share.parts} do not add up to {len(index)} tokens")
+        return int(mine[index].sum()), (mine.data_ptr(), list(share.parts))
 
     def _lora(self, lora: Lora | None) -> tuple[dict[str, Any] | None, list[Tensor]]:
         """The native form, and the tensors it points to."""

@@ -9,11 +9,13 @@ survives a call, so forwards and backwards may come in any order.
 Shapes: x [T, H]; top_k_index, top_k_weights [T, K]; lora A tensors [E, r, in] then B tensors [E,
 out, r] in the order of `projections`; scaling has one value per projection, used or not (torch
 takes an empty list for a list of tensors); out [T, H]; saved [T*K, 2, I], or [0] when nothing is
-saved.
+saved. With `together` the rows of the host's ranks are computed in one pass (gathered.py), every
+rank calls the operator at the same point, and `saved` has as many rows as fall to this one.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
 from collections.abc import Sequence
@@ -24,7 +26,7 @@ from torch import Tensor
 
 from kt_core.experts import PROJECTIONS, Experts, Lora
 from kt_core.module import Runner
-from kt_sft import progress, staging, tally
+from kt_sft import gathered, progress, staging, tally
 
 _next_handle = itertools.count(1)
 _by_handle: weakref.WeakValueDictionary[int, Experts] = weakref.WeakValueDictionary()
@@ -60,16 +62,16 @@ def runner(activation: str) -> Runner:
 def _retain(
     experts: Experts, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, lora: Lora | None
 ) -> Tensor:
-    return _run(experts, x, top_k_index, top_k_weights, lora, retain=True)
+    return run(experts, x, top_k_index, top_k_weights, lora, retain=True)
 
 
 def _recompute(
     experts: Experts, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, lora: Lora | None
 ) -> Tensor:
-    return _run(experts, x, top_k_index, top_k_weights, lora, retain=False)
+    return run(experts, x, top_k_index, top_k_weights, lora, retain=False)
 
 
-def _run(
+def run(
     experts: Experts,
     x: Tensor,
     top_k_index: Tensor,
@@ -77,7 +79,9 @@ def _run(
     lora: Lora | None,
     *,
     retain: bool,
+    together: bool = False,
 ) -> Tensor:
+    """What a runner does; `retain` and `together` as the module text and KTConfig say."""
     names = [] if lora is None else [p for p in PROJECTIONS if p in lora.a]
     factors = [] if lora is None else [*(lora.a[p] for p in names), *(lora.b[p] for p in names)]
     needs_grad = torch.is_grad_enabled() and any(
@@ -93,6 +97,7 @@ def _run(
         [lora.scaling_of(p) if lora and p in names else 1.0 for p in PROJECTIONS],
         0.0 if lora is None else lora.dropout,
         0 if lora is None else lora.seed,
+        together,
         retain and needs_grad,
     )
     return out
@@ -109,6 +114,7 @@ def experts_forward(
     scaling: Sequence[float],
     dropout: float,
     seed: int,
+    together: bool,
     save: bool,
 ) -> tuple[Tensor, Tensor]:
     """Forward of one layer's experts; see the module text for shapes. Any device; computed on the
@@ -117,9 +123,11 @@ def experts_forward(
     experts = _lookup(handle)
     progress.enter(experts.name, "forward")
     hx, hi, hw, *factors = staging.to_host([_computable(x), top_k_index, top_k_weights, *lora])
-    out, saved = experts.forward(
-        hx, hi, hw, _lora(factors, projections, scaling, dropout, seed), save=save
-    )
+    adapter = _lora(factors, projections, scaling, dropout, seed)
+    if together:
+        out, saved = gathered.ranks().forward(experts, hx, hi, hw, adapter, save=save)
+    else:
+        out, saved = experts.forward(hx, hi, hw, adapter, save=save)
     progress.leave(experts.name, "forward")
     kept = torch.empty(0) if saved is None else saved
     # Saved activations stay in CPU memory: they are read there again, and GPU memory is what we are
@@ -140,6 +148,7 @@ def experts_backward(
     scaling: Sequence[float],
     dropout: float,
     seed: int,
+    together: bool,
     need_x: bool,
     need_weights: bool,
     need_lora: bool,
@@ -154,7 +163,9 @@ def experts_backward(
     hg, hx, hi, hw, *factors = staging.to_host(
         [_computable(grad_out), _computable(x), top_k_index, top_k_weights, *lora]
     )
-    grads = experts.backward(
+    ranks = gathered.ranks() if together else None
+    compute = experts.backward if ranks is None else functools.partial(ranks.backward, experts)
+    grads = compute(
         hg,
         hx,
         hi,
@@ -165,7 +176,7 @@ def experts_backward(
         need_dw=need_weights,
         need_lora=need_lora,
     )
-    tally.count_rows(experts, hi)
+    tally.count_rows(experts, hi, 1 if ranks is None else ranks.size)
     progress.leave(experts.name, "backward")
     names = _names(projections)
     results = [
@@ -215,11 +226,15 @@ def _(
     scaling: Sequence[float],
     dropout: float,
     seed: int,
+    together: bool,
     save: bool,
 ) -> tuple[Tensor, Tensor]:
-    rows = (top_k_index.numel(), 2, _lookup(handle).intermediate) if save else (0,)
+    shape: tuple[Any, ...] = (0,)
+    if save:
+        rows = torch.library.get_ctx().new_dynamic_size() if together else top_k_index.numel()
+        shape = (rows, 2, _lookup(handle).intermediate)
     return torch.empty_like(x), torch.empty(
-        rows, dtype=torch.bfloat16 if save else torch.float32, device="cpu"
+        shape, dtype=torch.bfloat16 if save else torch.float32, device="cpu"
     )
 
 
@@ -236,6 +251,7 @@ def _(
     scaling: Sequence[float],
     dropout: float,
     seed: int,
+    together: bool,
     need_x: bool,
     need_weights: bool,
     need_lora: bool,
@@ -257,9 +273,11 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 def _backward(ctx: Any, grad_out: Tensor | None, _grad_saved: Tensor | None) -> tuple[Any, ...]:
     x, top_k_index, top_k_weights, saved, *lora = ctx.saved_tensors
-    unused = (None,) * 6
+    unused = (None,) * 7
     if grad_out is None:
-        return None, None, None, [None] * len(lora), *unused
+        if not ctx.constants[-1]:
+            return None, None, None, [None] * len(lora), *unused
+        grad_out = torch.zeros_like(x)  # the other ranks wait for this one
     need_x, _, need_w, need_lora = ctx.needs_input_grad[:4]
     dx, dw, *dlora = torch.ops.kt.experts_backward(
         grad_out,

@@ -45,6 +45,7 @@ class KTConfig:
                    trained and merged into bf16; each reads the base checkpoint once; 0: none
     layer_major    the micro-batches of gradient accumulation go through each layer together
     check_finite   NaN and Inf in what experts are given end the run, with layer and tensor
+    gather_rows    the ranks of a machine compute their experts' rows together where each has few
     """
 
     format: str = "int8"
@@ -55,6 +56,7 @@ class KTConfig:
     packed_dir: str | None = None
     layer_major: bool = False
     check_finite: bool = False
+    gather_rows: bool = True
     lora_rank: Mapping[str, int] | None = None
     export_layout: str = "per_expert"
     merged_eval: int = 2
@@ -65,6 +67,7 @@ class KTConfig:
         _one_of("activation", self.activation, ACTIVATIONS)
         _switch("layer_major", self.layer_major)
         _switch("check_finite", self.check_finite)
+        _switch("gather_rows", self.gather_rows)
         _whole("merged_eval", self.merged_eval, least=0)
         if self.lora_rank is not None:
             _ranks(self.lora_rank)

@@ -3,7 +3,8 @@
 `host_of_run()` tells the ranks of this machine apart from the others, without being told by a
 launcher: two ranks share a host if they see the same boot and the same process ids. So containers
 on one machine count as hosts of their own, which is what they are: they cannot map one another's
-memory. Every rank computes the experts of its own tokens, with its share of the CPUs.
+memory. Every rank computes with its share of the CPUs: the experts of its own tokens, or, where
+these are few, its share of the experts for the tokens of its host (row_gather.py).
 """
 
 from __future__ import annotations
@@ -86,18 +87,27 @@ def host_of_run() -> Iterator[Host]:
     everyone = distributed.new_group(backend="gloo", timeout=_PATIENCE)
     me = this_rank()
     ranks = gather(me, everyone)
+    local = group_of_host(me, ranks, _PATIENCE)
+    try:
+        yield _RanksOfHost(me, ranks, everyone, local)
+    finally:
+        distributed.destroy_process_group(local)
+        distributed.destroy_process_group(everyone)
+
+
+def group_of_host(me: Rank, ranks: Sequence[Rank], timeout: timedelta) -> Any:
+    """A new group (gloo) of the ranks of `me`'s host; `ranks`: those of the run.
+
+    Collective over the run. Whoever asks for it destroys it.
+    """
     groups: dict[str, list[int]] = {}
     for rank in ranks:
         groups.setdefault(rank.host, []).append(rank.number)
     made = {
-        host: distributed.new_group(numbers, backend="gloo", timeout=_PATIENCE)
+        host: distributed.new_group(numbers, backend="gloo", timeout=timeout)
         for host, numbers in groups.items()  # in the same order everywhere
     }
-    try:
-        yield _RanksOfHost(me, ranks, everyone, made[me.host])
-    finally:
-        distributed.destroy_process_group(made[me.host])
-        distributed.destroy_process_group(everyone)
+    return made[me.host]
 
 
 class _RanksOfHost(Host):

@@ -60,7 +60,7 @@ def adapt_model_args(module: Any) -> None:
     help_of = {
         "kt_config": (
             "Settings of experts in CPU memory: format, group, threads, numa_nodes, activation, "
-            "packed_dir, layer_major."
+            "packed_dir, layer_major, gather_rows."
         ),
         "kt_cpu_activation": "Another name of kt_config.activation: retain or recompute.",
         "kt_layer_major": "Another name of kt_config.layer_major: true or false.",
@@ -214,11 +214,14 @@ def _with_callback(run: Callable[..., Any]) -> Callable[..., Any]:
             from kt_sft.budget import Budget
             from kt_sft.callback import KTCallback
             from kt_sft.resume import SafeStop
+            from kt_sft.row_gather import RowGather
             from kt_sft.step_log import StepLog
             from kt_sft.watch import PeerWatch, naming_lost_ranks
 
-            budget = Budget(kt_config_of(model_args), args[0].cutoff_len, args[2].stage)
-            args[-1].extend([KTCallback(), StepLog(), budget, PeerWatch(), SafeStop()])
+            config = kt_config_of(model_args)
+            budget = Budget(config, args[0].cutoff_len, args[2].stage)
+            gather = RowGather(config)
+            args[-1].extend([KTCallback(), StepLog(), budget, PeerWatch(), gather, SafeStop()])
             with naming_lost_ranks():
                 return run(model_args, *args)
         return run(model_args, *args)

@@ -7,6 +7,7 @@ two collectives there.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import time
@@ -25,8 +26,8 @@ from kt_sft.collective import joined, over_ranks
 
 logger = logging.getLogger("kt")
 HEAT_MAP = "expert_load.png"
-# Rows per expert and pass below which reading the weights is a sixth of a pass or more, and
-# gathering rows pays (DESIGN.md, "Rows per weight read").
+# Rows per weight read below which that is a sixth of a pass or more (DESIGN.md, "Rows per weight
+# read").
 FEW_ROWS = 32
 
 
@@ -63,18 +64,17 @@ class StepLog(TrainerCallback):
 
     def measure(self) -> dict[str, float]:
         """The numbers since the last call (or the start), under trainer_log.KEYS. A collective."""
-        before = (self._seen, *self._seconds.values(), self._at, self._passes)
-        rows = self._last_rows
+        before, rows = self._numbers(), self._last_rows
         self._mark()
-        after = (self._seen, *self._seconds.values(), self._at, self._passes)
+        after = self._numbers()
         own = [b - a for a, b in zip(before, after, strict=True)]
         ranks = torch.distributed.get_world_size() if joined() else 1
         load = self._last_rows - rows
         summed = over_ranks(torch.cat([torch.tensor(own).double(), load.double().view(-1)]), "sum")
         largest = over_ranks(torch.tensor([memory.resident_bytes()]).double(), "max")
-        trained, forward, backward, wall, passes = summed[:5].tolist()
-        load = summed[5:].view_as(load)
-        per_pass = float(load.sum()) / max(passes, 1) / load.shape[1]
+        trained, forward, backward, wall, calls, together, reads = summed[: len(own)].tolist()
+        load = summed[len(own) :].view_as(load)
+        per_pass = float(load.sum()) / (reads or 1) / load.shape[1]
         self._advise(per_pass)
         return {
             "tokens_per_second": trained / (wall / ranks),
@@ -83,6 +83,7 @@ class StepLog(TrainerCallback):
             "rest_s": (wall - forward - backward) / ranks,
             "rss_gib": float(largest) / 2**30,
             "expert_rows_per_pass": per_pass,
+            "experts_gathered": together / max(calls, 1),
             **load_numbers(load),
         }
 
@@ -105,14 +106,19 @@ class StepLog(TrainerCallback):
         n, self._accumulation = self._accumulation, None
         if n is not None and n > 1 and per_pass < FEW_ROWS and self._main:
             logger.info(
-                "kt: an expert gets %.1f rows per micro-batch; kt_config.layer_major: true would "
-                "read its weights once per step instead of %d times",
+                "kt: an expert gets %.1f rows each time its weights are read; "
+                "kt_config.layer_major: true would read them once per step instead of %d times",
                 per_pass,
                 n,
             )
 
+    def _numbers(self) -> list[float]:
+        """What counts and clocks said at the last mark."""
+        return [self._seen, *self._seconds.values(), self._at, *self._passes]
+
     def _mark(self) -> None:
-        self._passes = sum(tally.passes(experts) for experts in self._layers.values())
+        each = [dataclasses.astuple(tally.passes(experts)) for experts in self._layers.values()]
+        self._passes = [sum(column) for column in zip(*each, strict=True)]
         self._seconds, self._seen = runtime.seconds(), self._tokens.tokens
         self._last_rows, self._at = self._rows(), time.perf_counter()
 

@@ -7,6 +7,7 @@ recomputed, and neither in evaluation nor for a reference model.
 from __future__ import annotations
 
 import weakref
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,15 +16,30 @@ from torch import Tensor, nn
 from kt_core.experts import Experts
 
 _rows: weakref.WeakKeyDictionary[Experts, Tensor] = weakref.WeakKeyDictionary()
-_passes: weakref.WeakKeyDictionary[Experts, int] = weakref.WeakKeyDictionary()
+_passes: weakref.WeakKeyDictionary[Experts, Passes] = weakref.WeakKeyDictionary()
 
 
-def count_rows(experts: Experts, top_k_index: Tensor) -> None:
-    """Adds the assignments of one backward; top_k_index [T, K] int64 on the CPU, in [0, E)."""
+@dataclass(frozen=True)
+class Passes:
+    """Backward passes of a layer's experts in this process: how many, how many of them together
+    with other ranks, and how often the weights were read for them (a part of once by each rank).
+    """
+
+    calls: int = 0
+    together: int = 0
+    reads: float = 0.0
+
+
+def count_rows(experts: Experts, top_k_index: Tensor, ranks: int = 1) -> None:
+    """Adds the assignments of one backward, which `ranks` ranks computed together.
+
+    top_k_index [T, K] int64 on the CPU, in [0, E), of this rank's tokens.
+    """
     added = torch.bincount(top_k_index.reshape(-1), minlength=experts.num_experts)
     before = _rows.get(experts)
     _rows[experts] = added if before is None else before + added
-    _passes[experts] = passes(experts) + 1
+    p = passes(experts)
+    _passes[experts] = Passes(p.calls + 1, p.together + (ranks > 1), p.reads + 1 / ranks)
 
 
 def rows(experts: Experts) -> Tensor:
@@ -32,9 +48,9 @@ def rows(experts: Experts) -> Tensor:
     return torch.zeros(experts.num_experts, dtype=torch.int64) if counted is None else counted
 
 
-def passes(experts: Experts) -> int:
-    """How often these experts' weights have been read for a backward in this process."""
-    return _passes.get(experts, 0)
+def passes(experts: Experts) -> Passes:
+    """Those of these experts so far."""
+    return _passes.get(experts, Passes())
 
 
 class TokenCount:

@@ -19,7 +19,8 @@ KEYS = {
     "expert_tokens_min": "fewest rows of any expert of any layer",
     "expert_tokens_median": "median of the rows over experts and layers",
     "expert_tokens_max": "most rows of any expert of any layer",
-    "expert_rows_per_pass": "mean rows of an expert per micro-batch and rank (one weight read)",
+    "expert_rows_per_pass": "mean rows of an expert each time its weights are read for backward",
+    "experts_gathered": "part of the backward passes that a machine's ranks computed together",
     "expert_imbalance": "rows of a layer's busiest expert / mean of that layer, in the worst layer",
 }
 

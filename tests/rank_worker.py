@@ -17,12 +17,13 @@ from multiprocessing.connection import Connection
 
 import pytest
 import rank_cases
+import rank_gather_cases
 import rank_train_cases
 import torch
 from accelerate.state import AcceleratorState
 from torch import distributed
 
-CASES = vars(rank_cases) | vars(rank_train_cases)
+CASES = vars(rank_cases) | vars(rank_train_cases) | vars(rank_gather_cases)
 TIMEOUT = timedelta(seconds=120)  # of collectives
 
 

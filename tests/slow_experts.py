@@ -116,20 +116,20 @@ class SlowExperts:
     def packed(self) -> memoryview:
         return self._bytes
 
-    def forward(self, x, top_k_index, top_k_weights, lora=None, *, save=False):
+    def forward(self, x, top_k_index, top_k_weights, lora=None, *, save=False, share=None):
         """x [T, H], index and weights [T, K] -> (out [T, H], saved [T*K, 2, I] fp32 or None)."""
         self.forwards += 1
         saved = x.new_zeros(top_k_index.numel(), 2, self.intermediate, dtype=torch.float32)
         out = torch.zeros_like(x, dtype=torch.float32)
         weights = top_k_weights.float()
-        for e, token, slot in self._rows(top_k_index):
+        for e, token, slot in self._rows(top_k_index, share):
             xe = x[token].float()
             gate, up = self._gate_up(xe, e, lora)
             saved[token * top_k_index.shape[1] + slot] = torch.stack([gate, up], 1)
             h = _ACTIVATIONS[self.activation](gate) * up
             y = _plus_delta(F.linear(h, self.down[e]), h, e, "down", lora)
             out.index_add_(0, token, y * weights[token, slot, None])
-        return out.to(x.dtype), saved if save else None
+        return out if share else out.to(x.dtype), saved if save else None
 
     def backward(
         self,
@@ -143,6 +143,7 @@ class SlowExperts:
         need_dx=True,
         need_dw=True,
         need_lora=True,
+        share=None,
     ) -> Grads:
         """Gradients of sum(grad_out * out): dx [T, H], dw [T, K], a and b by projection."""
         self.backwards += 1
@@ -150,7 +151,7 @@ class SlowExperts:
         da = {p: torch.zeros(t.shape) for p, t in lora.a.items()} if lora else {}
         db = {p: torch.zeros(t.shape) for p, t in lora.b.items()} if lora else {}
         weights = top_k_weights.float()
-        for e, token, slot in self._rows(top_k_index):
+        for e, token, slot in self._rows(top_k_index, share):
             xe, ge = x[token].float(), grad_out[token].float()
             if saved is None:
                 gate, up = self._gate_up(xe, e, lora)
@@ -169,7 +170,7 @@ class SlowExperts:
             de += _delta_back(dup, xe, e, "up", lora, da, db)
             dx.index_add_(0, token, de)
         return Grads(
-            dx=dx.to(x.dtype) if need_dx else None,
+            dx=(dx if share else dx.to(x.dtype)) if need_dx else None,
             dw=dw if need_dw else None,
             a=da if need_lora else {},
             b=db if need_lora else {},
@@ -179,8 +180,10 @@ class SlowExperts:
         gate, up = F.linear(xe, self.gate_up[e]).chunk(2, dim=-1)
         return _plus_delta(gate, xe, e, "gate", lora), _plus_delta(up, xe, e, "up", lora)
 
-    def _rows(self, index: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+    def _rows(self, index: Tensor, share) -> Iterator[tuple[int, Tensor, Tensor]]:
         for e in range(self.num_experts):
+            if share and not share.mine[e]:
+                continue
             slot, token = torch.where((index == e).T)  # slot-major, as transformers' eager loop
             if len(token):
                 yield e, token, slot

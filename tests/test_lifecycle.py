@@ -125,7 +125,7 @@ def loop(case):
     x, out = case.x.bfloat16(), torch.empty(case.x.shape)
     at = [t.data_ptr() for t in (x, case.index, case.weights, out)]
     while True:
-        case.layer._layer.forward(*case.index.shape, *at[:3], None, False, at[3], 0)
+        case.layer._layer.forward(*case.index.shape, *at[:3], None, None, False, at[3], False, 0)
 
 _kt.set_threads(2, oversubscribe=True)
 for seed in range(3):

@@ -158,7 +158,7 @@ at = [t.data_ptr() for t in (x, case.index, case.weights, out)]
 def loop():
     torch.set_num_threads(2)
     while True:
-        case.layer._layer.forward(*case.index.shape, *at[:3], None, False, at[3], 0)
+        case.layer._layer.forward(*case.index.shape, *at[:3], None, None, False, at[3], False, 0)
 threading.Thread(target=loop, daemon=True).start()
 time.sleep(0.2)
 assert _kt.in_openmp()

@@ -195,14 +195,15 @@ def test_a_model_that_is_gone_is_named(case):
     with pytest.raises(
         RuntimeError, match=f"expert handle {handle} belongs to a model that is gone"
     ):
-        torch.ops.kt.experts_forward(x, index, w, [], handle, "", [1.0] * 3, 0.0, 0, False)
+        torch.ops.kt.experts_forward(x, index, w, [], handle, "", [1.0] * 3, 0.0, 0, False, False)
 
 
 def test_schema_and_fake_tensors(case):
     x, index, w = case.inputs(grad=False)
     lora = case.lora(grad=False)
     factors = [*lora.a.values(), *lora.b.values()]
-    args = (x, index, w, factors, autograd.handle_of(case.layer), "gate,up,down", [2.0] * 3, 0.0, 0)
+    names, handle = "gate,up,down", autograd.handle_of(case.layer)
+    args = (x, index, w, factors, handle, names, [2.0] * 3, 0.0, 0, False)
     torch.library.opcheck(
         torch.ops.kt.experts_forward.default, (*args, False), test_utils="test_schema"
     )

@@ -20,6 +20,7 @@ def test_defaults_and_every_key():
         "packed_dir": "packed",
         "layer_major": True,
         "check_finite": True,
+        "gather_rows": False,
         "lora_rank": {"experts": 4},
         "export_layout": "fused",
         "merged_eval": 2,
@@ -59,6 +60,7 @@ def test_the_command_line_gives_json():
         ({"packed_dir": ""}, "packed_dir='' is not a directory name"),
         ({"layer_major": 1}, "layer_major=1 is neither true nor false"),
         ({"check_finite": "no"}, "check_finite='no' is neither true nor false"),
+        ({"gather_rows": "auto"}, "gather_rows='auto' is neither true nor false"),
         ([1], "is not a mapping"),
     ],
 )

@@ -187,6 +187,7 @@ def test_ranks_are_added_up(monkeypatch):
         "expert_tokens_max": 3.0,
         "expert_imbalance": 1.5,
         "expert_rows_per_pass": 2.0,
+        "experts_gathered": 0.0,
     }
     assert len(told) == 1 and "an expert gets 2.0 rows" in told[0] and "of 4 times" in told[0]
     assert reported[2] == reported[1] | {

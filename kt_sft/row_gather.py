@@ -1,0 +1,119 @@
+"""When the ranks of a host compute their experts' rows together (gathered.py).
+
+A pass of few rows is mostly reading weights, and ranks that each compute their own tokens read them
+all, each for itself. So, while a Trainer trains a model, a host's ranks compute together every
+forward, and its backward, that brings an expert fewer than GATHER_BELOW rows per rank. The first
+layer decides for the whole forward, from the tokens of all ranks; what checkpointing computes again
+goes the way of its forward. Evaluation and generation are never gathered, ranks are not in step
+there.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from kt_core.experts import Experts, Lora
+from kt_core.module import KTExpertsLinear
+from kt_sft import autograd, dist, gathered, progress
+from kt_sft.collective import gather, joined
+from kt_sft.config import KTConfig
+
+log = logging.getLogger("kt")
+
+# Rows per expert and rank from which each rank computes its own. Two ranks that gather gain 1.36x
+# at 16 rows, 1.15x at 32 and 1.09x at 64, before their messages and the wait for the slower one
+# (bench/rows.py; DESIGN.md, "Rows per weight read").
+GATHER_BELOW = 32
+
+
+class RowGather(TrainerCallback):
+    """Added by the LLaMA-Factory seam; may be given to any transformers Trainer of a model with CPU
+    experts. Acts while training runs, where `config.gather_rows` is true and a host has several
+    ranks.
+    """
+
+    def __init__(self, config: KTConfig) -> None:
+        self._config = config
+        self._group: Any = None
+        self._together: bool | None = None  # the present forward, once its first layer is reached
+        self._before: bool | None = None
+        self._hooks: list[Any] = []
+        self._modules: list[KTExpertsLinear] = []
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kw: Any
+    ) -> None:
+        """Sets the model's experts to it. A collective."""
+        if not self._config.gather_rows or not joined() or distributed.get_world_size() == 1:
+            return
+        me = dist.this_rank()
+        ranks = gather(me)
+        if len({rank.host for rank in ranks}) == len(ranks):
+            return
+        self._group = dist.group_of_host(me, ranks, timedelta(seconds=args.ddp_timeout))
+        if distributed.get_world_size(self._group) == 1:
+            return
+        gathered.use(gathered.HostRanks(self._group))
+        model: nn.Module = kw["model"]
+        self._modules = [m for m in model.modules() if isinstance(m, KTExpertsLinear)]
+        for module in self._modules:
+            module.runner = functools.partial(self._run, module)
+        self._hooks = [
+            model.register_forward_pre_hook(self._enter),
+            model.register_forward_hook(self._leave),
+        ]
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kw: Any
+    ) -> None:
+        """Every rank computes its own rows again."""
+        for hook in self._hooks:
+            hook.remove()
+        for module in self._modules:
+            module.runner = autograd.runner(self._config.activation)
+        self._hooks, self._modules = [], []
+        gathered.use(None)
+        if self._group is not None:
+            distributed.destroy_process_group(self._group)
+            self._group = None
+
+    def _enter(self, model: nn.Module, inputs: Any) -> None:
+        self._before, self._together = self._together, None
+
+    def _leave(self, model: nn.Module, inputs: Any, output: Any) -> None:
+        # A forward without gradients, say of DPO's reference, may lie between one with gradients
+        # and its backward, which computes again what checkpointing dropped.
+        if not torch.is_grad_enabled():
+            self._together = self._before
+
+    def _run(
+        self,
+        module: KTExpertsLinear,
+        experts: Experts,
+        x: Tensor,
+        top_k_index: Tensor,
+        top_k_weights: Tensor,
+        lora: Lora | None,
+    ) -> Tensor:
+        """The Runner of `module`."""
+        if module.training and self._together is None:
+            progress.enter(experts.name, "forward")  # where this rank is if another is lost
+            told = gathered.ranks().tell(top_k_index.numel())
+            rows = sum(n for (n,) in told) / len(told) / experts.num_experts
+            self._together = rows < GATHER_BELOW
+        return autograd.run(
+            experts,
+            x,
+            top_k_index,
+            top_k_weights,
+            lora,
+            retain=self._config.activation == "retain",
+            together=module.training and bool(self._together),
+        )
