@@ -109,6 +109,7 @@ def adapt_parser(module: Any) -> None:
                 layer_major.apply(training_args)
         else:
             _check_unused(model_args)
+            _leave_cpu_fsdp()
         return parsed
 
     @functools.wraps(parse_infer)
@@ -275,12 +276,8 @@ def check_run(model_args: Any, training_args: Any, finetuning_args: Any) -> None
             "can be packed; use "
             "ZeRO-2, or FSDP2 with accelerate_configs/fsdp2.yaml"
         )
-    if uses_fsdp(training_args) and not torch.accelerator.is_available():
-        raise ValueError(
-            "this machine has no GPU and accelerate would silently run DDP instead of the FSDP "
-            "that is configured; "
-            "launch with accelerate_configs/cpu.yaml (one process) or ddp_cpu.yaml"
-        )
+    if uses_fsdp(training_args):
+        _check_fsdp(training_args)
     _check_load(model_args, config)
     # Several GPUs in one process would be wrapped in nn.DataParallel; the experts serve one replica
     # per process.
@@ -353,6 +350,26 @@ def uses_fsdp(training_args: Any) -> bool:
     """
     by_launcher = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
     return by_launcher or bool(training_args.fsdp)
+
+
+def _check_fsdp(training_args: Any) -> None:
+    version = os.environ.get("FSDP_VERSION") or training_args.fsdp_config.get("version", 1)
+    if int(version) != 2:
+        raise ValueError(
+            f"use_kt cannot run under FSDP {version}, which flattens frozen and trained weights "
+            "together; set fsdp_version: 2 (accelerate_configs/fsdp2.yaml or fsdp2_cpu.yaml)"
+        )
+    if training_args.world_size == 1 and not torch.accelerator.is_available():
+        raise ValueError(
+            "FSDP is configured, but this run has one process on the CPU and would go without; "
+            "launch more with accelerate_configs/fsdp2_cpu.yaml, or this one with cpu.yaml"
+        )
+
+
+def _leave_cpu_fsdp() -> None:
+    from kt_sft import cpu_fsdp  # imports accelerate
+
+    cpu_fsdp.want(False)
 
 
 def _check_load(model_args: Any, config: KTConfig) -> None:

@@ -1,4 +1,5 @@
-"""install() and uninstall() of the hooks into transformers and peft; nothing else patches them.
+"""install() and uninstall() of the hooks into transformers, peft and accelerate; nothing else
+patches them.
 
 The hooks act on models that are loaded inside `loading(config)` and on what peft does with those
 models; every other model of the process takes the original code.
@@ -18,11 +19,14 @@ from torch import nn
 
 from kt_core import hf
 from kt_core.module import KTExpertsLinear
-from kt_sft import autograd, dist, groups, heap
+from kt_sft import autograd, cpu_fsdp, dist, groups, heap
 from kt_sft.checkpointing import retain_experts
 from kt_sft.config import KTConfig
 
 _installed: list[tuple[Any, str, Any]] = []  # owner, attribute, what stood there
+_ACCELERATOR_STATE = [
+    *("self", "mixed_precision", "cpu", "dynamo_plugin", "deepspeed_plugin", "fsdp_plugin")
+]
 
 
 def install() -> None:
@@ -32,6 +36,7 @@ def install() -> None:
     if _installed:
         return
     import peft
+    from accelerate.state import AcceleratorState
     from peft.tuners.lora import LoraModel
     from transformers import Trainer
 
@@ -58,6 +63,7 @@ def install() -> None:
         peft_io.save_pretrained,
         ["self", "save_directory", "safe_serialization", "selected_adapters"],
     )
+    _wrap(AcceleratorState, "__init__", cpu_fsdp.state_init, _ACCELERATOR_STATE)
     _wrap(
         peft.PeftModel,
         "load_adapter",
@@ -97,6 +103,7 @@ def uninstall() -> None:
     while _installed:
         owner, name, original = _installed.pop()
         setattr(owner, name, original)
+    cpu_fsdp.want(False)
 
 
 def _unless_experts(original: Callable[..., Any], *args: Any, **kw: Any) -> Any:
@@ -155,6 +162,7 @@ def loading(config: KTConfig, *, router: bool = True, again: bool = False) -> It
     is from the same checkpoint. Collective: every rank of a run loads the model.
     """
     install()
+    cpu_fsdp.want(True)
     settings = load_settings(config)
     new = groups.NewAdapters(config.lora_rank or {}, router)
     with (

@@ -9,7 +9,6 @@ import os
 import time
 from pathlib import Path
 
-import cpu_fsdp_shim
 import lf_cases
 import sft_cases as cases
 import torch
@@ -21,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from kt_core.module import KTExpertsLinear
-from kt_sft import llamafactory, plugin
+from kt_sft import plugin
 from kt_sft.callback import check_gradients, count_trainable
 
 # What `accelerate launch --config_file accelerate_configs/fsdp2.yaml` puts into the environment.
@@ -63,7 +62,7 @@ def train(patch, args, engine="kernels", fsdp=None, zero=None, act=None):
     dtypes = set()
     if fsdp is not None:
         os.environ.update(FSDP2 | fsdp)
-        _shard(patch, dtypes)
+        _watch_sharding(patch, dtypes)
     if zero is not None:
         _use_deepspeed(patch, zero)
     callbacks = [Act(*act[1:])] if act is not None and act[0] == rank else []
@@ -103,11 +102,8 @@ def _use_deepspeed(patch, stage: int) -> None:
     patch.setattr(transformers.Trainer, "training_step", training_step)
 
 
-def _shard(patch, dtypes: set) -> None:
-    """accelerate's real FSDP2 on these CPU ranks, and a look at every step that it is there."""
-    cpu_fsdp_shim.apply(patch)
-    # Users are stopped here, because without the shim accelerate would run DDP.
-    patch.setattr(llamafactory, "uses_fsdp", lambda training_args: False)
+def _watch_sharding(patch, dtypes: set) -> None:
+    """A look at every step that accelerate's FSDP2 is there."""
     step = transformers.Trainer.training_step
 
     def training_step(self, model, *args, **kw):
@@ -135,7 +131,6 @@ def _loss(model, ids: torch.Tensor) -> torch.Tensor:
 
 def _sharded(patch, model, **options):
     """accelerate's FSDP2 around a model and its AdamW: (accelerator, model, optimizer)."""
-    cpu_fsdp_shim.apply(patch)
     sharding = FullyShardedDataParallelPlugin(
         fsdp_version=2,
         auto_wrap_policy="transformer_based_wrap",

@@ -112,3 +112,17 @@ def test_deepspeed_zero2_by_its_launcher(root):
     assert run.wait(PATIENCE) == 0, log.read_text()[-4000:]
     assert len(lf_cases.losses(args["output_dir"])) == 2
     assert "one copy for 2 processes" in log.read_text()
+
+
+@pytest.mark.slow
+def test_fsdp2_on_cpus_by_its_launcher(root):
+    steps = {"max_steps": 2, "save_steps": 2, "save_strategy": "steps"}
+    args = lf_cases.arguments(root, "fsdp2_cpu", **steps)
+    log = root / "fsdp2_cpu.log"
+    run = launch(root, "fsdp2_cpu", args, "--num_processes", "2", log=log)
+    assert run.wait(PATIENCE) == 0, log.read_text()[-4000:]
+    assert len(lf_cases.losses(args["output_dir"])) == 2
+    assert "one copy for 2 processes" in log.read_text()
+    checkpoint = Path(args["output_dir"]) / "checkpoint-2"
+    assert (checkpoint / "pytorch_model_fsdp.bin").exists()  # the form in which FSDP saves
+    assert (checkpoint / "adapter_model.safetensors").exists()

@@ -49,10 +49,11 @@ REFUSED = {
         {"create_new_adapter": True, "adapter_name_or_path": "x"},
         "merge it first with kt_core.adapter.merge",
     ),
-    "fsdp without a GPU": (
-        {"fsdp": "full_shard"},
-        "accelerate would silently run DDP .* accelerate_configs/cpu.yaml",
+    "fsdp of one process without a GPU": (
+        {"fsdp": "full_shard", "fsdp_config": {"version": 2}},
+        "one process on the CPU and would go without; .*fsdp2_cpu.yaml, or this one with cpu.yaml",
     ),
+    "the first fsdp": ({"fsdp": "full_shard"}, "cannot run under FSDP 1, .* set fsdp_version: 2"),
     "a reward model under fsdp": (
         {"fsdp": "full_shard", "stage": "rm", "dataset": "dpo"},
         "stage=rm cannot run under FSDP: .* launch it as DDP, or with DeepSpeed ZeRO-2",
@@ -72,7 +73,11 @@ def test_refused_before_loading(name, root, unloaded, monkeypatch):
 def test_fsdp_by_the_launcher_without_a_gpu(root, unloaded, monkeypatch):
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    with pytest.raises(ValueError, match="accelerate would silently run DDP"):
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    with pytest.raises(ValueError, match="one process on the CPU and would go without"):
+        lf_cases.run(lf_cases.arguments(root, "refused"))
+    monkeypatch.setenv("FSDP_VERSION", "1")
+    with pytest.raises(ValueError, match="cannot run under FSDP 1"):
         lf_cases.run(lf_cases.arguments(root, "refused"))
 
 

@@ -182,7 +182,7 @@ def test_core_imports_neither_training_nor_peft():
 VARIABLES = {
     "kt_core/runtime.py": {"KT_ISA", "KT_THREADS", "KT_LOG"},
     "kt_core/memory.py": {"MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES"},
-    "kt_sft/llamafactory.py": {"ACCELERATE_USE_FSDP"},
+    "kt_sft/llamafactory.py": {"ACCELERATE_USE_FSDP", "FSDP_VERSION"},
 }
 
 
