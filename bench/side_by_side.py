@@ -13,7 +13,8 @@ the other:
 Every micro-batch is one packed sequence of `--tokens` tokens of plain text. Seconds per step leave
 the first step out. Memory is RssAnon + RssShmem at its peak, minus its value after imports and
 minus 10 bytes per logit (bf16 logits, their fp32 copy and gradient). Writes
-bench/results/side_by_side.json and, with the losses over one another, side_by_side.png.
+bench/results/side_by_side.json, where other runs of the same kernels stay, and, with the losses
+over one another, side_by_side.png.
 """
 
 from __future__ import annotations
@@ -263,12 +264,28 @@ def main() -> None:
                 row |= start(model, run, tokens, options.steps)
                 rows.append(row)
                 print(json.dumps({k: v for k, v in row.items() if k != "step_seconds"}), flush=True)
+
+    def case(row: dict[str, Any]) -> tuple[Any, ...]:
+        return row["model"], row["tokens"], row["run"]
+
+    done = {case(row) for row in rows}
+    kept = earlier(RESULTS / "side_by_side.json", about, options.steps)
+    rows = [row for row in kept if case(row) not in done] + rows
     found = compared(rows)
     print(json.dumps(found, indent=1))
     RESULTS.mkdir(exist_ok=True)
     out = {"machine": about, "steps": options.steps, "compared": found, "rows": rows}
     (RESULTS / "side_by_side.json").write_text(json.dumps(out, indent=1) + "\n")
     plot(rows, RESULTS / "side_by_side.png")
+
+
+def earlier(path: Path, about: dict[str, Any], steps: int) -> list[dict[str, Any]]:
+    """Rows of the recorded file, if they are of the same kernels and number of steps."""
+    if not path.exists():
+        return []
+    recorded = json.loads(path.read_text())
+    same = recorded["machine"]["csrc"] == about["csrc"] and recorded["steps"] == steps
+    return list(recorded["rows"]) if same else []
 
 
 if __name__ == "__main__":
