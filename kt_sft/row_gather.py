@@ -27,8 +27,8 @@ from kt_sft.config import KTConfig
 
 log = logging.getLogger("kt")
 
-# Rows per expert and rank from which each rank computes its own. Two ranks that gather gain 1.36x
-# at 16 rows, 1.15x at 32 and 1.09x at 64, before their messages and the wait for the slower one
+# Rows per expert and rank from which each rank computes its own. Two ranks that gather gain 1.37x
+# at 8 rows, 1.23x at 16, 1.12x at 32 and less than 1.09x at 64, before the wait for the slower one
 # (bench/rows.py; DESIGN.md, "Rows per weight read").
 GATHER_BELOW = 32
 
