@@ -216,7 +216,7 @@ class Experts:
     def get(self, expert: int, projection: str) -> Tensor:
         """The dequantized matrix, fp32."""
         p = self._projection(expert, projection)
-        out = torch.empty(self._shape(projection), dtype=torch.float32)
+        out = torch.empty(self._shape(projection), dtype=torch.float32, device="cpu")
         self._layer.unpack(expert, p, out.data_ptr())
         return out
 
@@ -263,10 +263,11 @@ class Experts:
         tokens, top_k, rows, index, weights = self._batch(x, top_k_index, top_k_weights)
         count, part = self._share(share, index)
         kind = x.dtype if share is None else torch.float32
-        out = torch.empty(tokens, self.hidden, dtype=kind)
+        out = torch.empty(tokens, self.hidden, dtype=kind, device="cpu")
         saved = None
         if save:
-            saved = torch.empty(count, 2, self.intermediate, dtype=torch.bfloat16)
+            shape = count, 2, self.intermediate
+            saved = torch.empty(shape, dtype=torch.bfloat16, device="cpu")
         if compute not in ("bf16", "int8") or (compute == "int8" and save):
             raise ValueError(
                 f"compute is {compute!r}{' with save' if save else ''}; give 'bf16', or 'int8' "
@@ -323,8 +324,8 @@ class Experts:
             )
         dy = grad_out.to(torch.bfloat16).contiguous()
         kind = x.dtype if share is None else torch.float32
-        dx = torch.empty(tokens, self.hidden, dtype=kind) if need_dx else None
-        dw = torch.empty(tokens, top_k, dtype=torch.float32) if need_dw else None
+        dx = torch.empty(tokens, self.hidden, dtype=kind, device="cpu") if need_dx else None
+        dw = torch.empty(tokens, top_k, dtype=torch.float32, device="cpu") if need_dw else None
         native, keep = self._lora(lora)
         a: dict[str, Tensor] = {}
         b: dict[str, Tensor] = {}
@@ -485,9 +486,12 @@ def _plain(t: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _recycled(shape: torch.Size) -> Tensor:
     """fp32, uninitialised, in memory of an earlier gradient where one of this size is gone."""
+    if not shape.numel():  # of rank 0; frombuffer takes no empty buffer
+        return torch.empty(shape, dtype=torch.float32, device="cpu")
     memory = torch.frombuffer(_kt.Recycled(4 * shape.numel()), dtype=torch.uint8)
     strides = torch.empty(shape, device="meta").stride()
-    return torch.empty(0).set_(memory.untyped_storage(), 0, shape, strides)
+    own = torch.empty(0, dtype=torch.float32, device="cpu")  # whatever torch's defaults are
+    return own.set_(memory.untyped_storage(), 0, shape, strides)
 
 
 def _native_layer(

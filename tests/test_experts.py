@@ -172,6 +172,42 @@ def test_gradients_take_the_memory_of_earlier_ones_but_never_of_live_ones():
     assert _kt.recycled_bytes() == 0
 
 
+@pytest.mark.parametrize("default", ["dtype", "device"])
+def test_results_do_not_depend_on_the_defaults_of_torch(default):
+    case = make_case(E=4, H=64, I=96, T=20, K=2)
+    want = run_all(case)
+    try:
+        if default == "dtype":
+            torch.set_default_dtype(torch.bfloat16)
+        else:
+            torch.set_default_device("meta")
+        found = run_all(case)
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
+    assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(found, want, strict=True))
+
+
+def test_an_adapter_of_rank_0_changes_nothing_and_has_empty_gradients():
+    case = make_case(E=4, H=64, I=96, T=20, K=2)
+    case.lora = Lora(
+        {p: t[:, :0] for p, t in case.lora.a.items()},
+        {p: t[..., :0] for p, t in case.lora.b.items()},
+        1.0,
+    )
+    found = run_all(case)
+    assert [tuple(t.shape) for t in found[4:]] == [
+        *[(4, 0, 64), (4, 0, 64), (4, 0, 96)],
+        *[(4, 96, 0), (4, 96, 0), (4, 64, 0)],
+    ]
+    case.lora = None
+    x = case.x.float()
+    out, saved = case.layer.forward(x, case.index, case.weights, save=True)
+    plain = case.layer.backward(x, x, case.index, case.weights, None, saved)
+    want = [out, saved, plain.dx, plain.dw]
+    assert all(torch.equal(a, b) for a, b in zip(found[:4], want, strict=True))
+
+
 @pytest.mark.parametrize("tokens", [1, 37, 300])
 def test_same_bits_for_any_number_of_threads(tokens):
     case = make_case(E=5, H=160, I=136, T=tokens, K=3, dropout=0.2)
