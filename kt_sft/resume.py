@@ -206,13 +206,20 @@ def save_checkpoint(
     if tidies:
         shutil.rmtree(staging, ignore_errors=True)
     _wait()
+    mark = staging / "seen-by-rank-0"
     trainer._get_output_dir = lambda trial: os.fspath(staging)
     try:
+        if state.is_world_process_zero:
+            staging.mkdir(parents=True, exist_ok=True)
+            mark.touch()
         original(trainer, model, trial, **kw)
         _name_best(trainer, run, staging / name)
         _wait()
+        # Of machines that share a disk the first alone finishes what all have written.
+        tidies = tidies and (state.is_world_process_zero or not mark.exists())
         if tidies:
             _sync(staging / name)
+        _wait()
     except Exception as error:
         if tidies:
             shutil.rmtree(staging, ignore_errors=True)
@@ -276,13 +283,9 @@ def _name_best(trainer: Any, run: Path, folder: Path) -> None:
 def _put_in_place(new: Path, final: Path) -> None:
     """Renames; what an overwritten run left under that name goes with the staging folder."""
     old = new.with_name("old")
-    try:
-        if final.exists():
-            os.rename(final, old)
-        os.rename(new, final)
-    except FileNotFoundError:
-        if not final.is_dir():  # else another machine of the run was first, on a common disk
-            raise
+    if final.exists():
+        os.rename(final, old)
+    os.rename(new, final)
 
 
 def _sync(folder: Path) -> None:

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from kt_core.module import KTExpertsLinear
-from kt_sft import plugin
+from kt_sft import plugin, resume
 from kt_sft.callback import check_gradients, count_trainable
 
 # What `accelerate launch --config_file accelerate_configs/fsdp2.yaml` puts into the environment.
@@ -48,11 +48,12 @@ class Act(transformers.TrainerCallback):
             os.kill(os.getpid(), self.number)
 
 
-def train(patch, args, engine="kernels", fsdp=None, zero=None, act=None):
+def train(patch, args, engine="kernels", fsdp=None, zero=None, act=None, common_disk=False):
     """A run of LLaMA-Factory: its losses, and the exit code it asked for.
 
     fsdp: variables of accelerate's launcher for FSDP2, on top of FSDP2. zero: stage of DeepSpeed's
-    ZeRO. act: (rank, event, step, signal).
+    ZeRO. act: (rank, event, step, signal). common_disk: every rank is the first of a machine of its
+    own, all write to one disk, and the second one's writing takes long.
     """
     from llamafactory.train.tuner import run_exp
 
@@ -63,6 +64,10 @@ def train(patch, args, engine="kernels", fsdp=None, zero=None, act=None):
     if fsdp is not None:
         os.environ.update(FSDP2 | fsdp)
         _watch_sharding(patch, dtypes)
+    if common_disk:
+        patch.setattr(transformers.TrainingArguments, "local_process_index", 0)
+        sync = resume._sync
+        patch.setattr(resume, "_sync", lambda folder: (time.sleep(rank), sync(folder)))
     if zero is not None:
         _use_deepspeed(patch, zero)
     callbacks = [Act(*act[1:])] if act is not None and act[0] == rank else []

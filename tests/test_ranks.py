@@ -99,6 +99,16 @@ def test_f17_a_signal_to_one_rank_stops_all_at_the_same_step(root, two_ranks):
     assert two_ranks.run("train", args=rest)[0]["losses"][2:] == before[2:]
 
 
+def test_machines_with_a_common_disk_finish_a_checkpoint_once(root, two_ranks):
+    args = arguments(root, "common", 2, max_steps=2, save_steps=1, save_strategy="steps")
+    answers = two_ranks.run("train", args=args, common_disk=True)
+    assert [answer["code"] for answer in answers] == [0, 0]
+    for step in (1, 2):
+        names = {p.name for p in Path(args["output_dir"], f"checkpoint-{step}").iterdir()}
+        assert {"adapter_model.safetensors", "rng_state_0.pth", "rng_state_1.pth"} <= names
+    assert not Path(args["output_dir"], ".kt-saving").exists()
+
+
 def test_f12_a_killed_rank_ends_the_others_with_its_name_and_the_layer(root):
     """kill -9 of rank 1 in the middle of step 2: rank 0 says so and ends."""
     args = arguments(root, "killed", 6, gradient_accumulation_steps=2)
