@@ -51,6 +51,7 @@ def child(shape: Shape, format: str, group: int, tokens: int, rank: int) -> None
     layer.prepare(shape, seeded_weights)
     impl = layer.twin(rank=rank)
     data = batch(shape, tokens, seed=0)
+    memory.return_freed_tensors()  # as before the logits of every training step
     sampler.start()
     impl.step(data)
     impl.step(data)
