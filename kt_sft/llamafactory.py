@@ -353,11 +353,16 @@ def uses_fsdp(training_args: Any) -> bool:
 
 
 def _check_fsdp(training_args: Any) -> None:
-    version = os.environ.get("FSDP_VERSION") or training_args.fsdp_config.get("version", 1)
+    # `fsdp` of the YAML makes transformers read fsdp_config alone, whatever the launcher has set
+    if training_args.fsdp:
+        version = training_args.fsdp_config.get("version", 1)
+        fix = "fsdp_config: {fsdp_version: 2}, or remove fsdp and launch with"
+    else:
+        version, fix = os.environ.get("FSDP_VERSION", "1"), "fsdp_version: 2, as in"
     if int(version) != 2:
         raise ValueError(
             f"use_kt cannot run under FSDP {version}, which flattens frozen and trained weights "
-            "together; set fsdp_version: 2 (accelerate_configs/fsdp2.yaml or fsdp2_cpu.yaml)"
+            f"together; set {fix} accelerate_configs/fsdp2.yaml or fsdp2_cpu.yaml"
         )
     if training_args.world_size == 1 and not torch.accelerator.is_available():
         raise ValueError(

@@ -53,7 +53,10 @@ REFUSED = {
         {"fsdp": "full_shard", "fsdp_config": {"version": 2}},
         "one process on the CPU and would go without; .*fsdp2_cpu.yaml, or this one with cpu.yaml",
     ),
-    "the first fsdp": ({"fsdp": "full_shard"}, "cannot run under FSDP 1, .* set fsdp_version: 2"),
+    "the first fsdp": (
+        {"fsdp": "full_shard"},
+        "cannot run under FSDP 1, .* set fsdp_config: {fsdp_version: 2}, or remove fsdp and launch",
+    ),
     "a reward model under fsdp": (
         {"fsdp": "full_shard", "stage": "rm", "dataset": "dpo"},
         "stage=rm cannot run under FSDP: .* launch it as DDP, or with DeepSpeed ZeRO-2",
@@ -76,9 +79,15 @@ def test_fsdp_by_the_launcher_without_a_gpu(root, unloaded, monkeypatch):
     monkeypatch.setenv("FSDP_VERSION", "2")
     with pytest.raises(ValueError, match="one process on the CPU and would go without"):
         lf_cases.run(lf_cases.arguments(root, "refused"))
+    with pytest.raises(ValueError, match="cannot run under FSDP 1"):  # the YAML's fsdp counts alone
+        lf_cases.run(lf_cases.arguments(root, "refused", fsdp="full_shard"))
     monkeypatch.setenv("FSDP_VERSION", "1")
-    with pytest.raises(ValueError, match="cannot run under FSDP 1"):
-        lf_cases.run(lf_cases.arguments(root, "refused"))
+    for config in (None, {"version": 2}):  # without `fsdp` beside it, nobody reads the YAML's
+        with pytest.raises(ValueError, match="under FSDP 1, .* set fsdp_version: 2, as in"):
+            lf_cases.run(lf_cases.arguments(root, "refused", fsdp_config=config))
+    with pytest.raises(ValueError, match="one process on the CPU"):
+        args = {"fsdp": "full_shard", "fsdp_config": {"version": 2}}
+        lf_cases.run(lf_cases.arguments(root, "refused", **args))
 
 
 def test_zero3(root, unloaded, monkeypatch):
