@@ -268,6 +268,12 @@ def check_run(model_args: Any, training_args: Any, finetuning_args: Any) -> None
             "set "
             "kt_config.activation: recompute"
         )
+    if config.check_finite and training_args.fp16:
+        raise ValueError(
+            "kt_config.check_finite=true would end a run with fp16=True at the first gradients "
+            "that its loss scaler makes overflow, which it does on purpose; set bf16: true instead "
+            "of fp16, or remove check_finite"
+        )
     from transformers.integrations import is_deepspeed_zero3_enabled
 
     if is_deepspeed_zero3_enabled():

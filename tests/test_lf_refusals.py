@@ -53,6 +53,10 @@ REFUSED = {
         {"fsdp": "full_shard", "fsdp_config": {"version": 2}},
         "one process on the CPU and would go without; .*fsdp2_cpu.yaml, or this one with cpu.yaml",
     ),
+    "a check of overflows that a loss scaler makes": (
+        {"fp16": True, "kt_config": {"check_finite": True}},
+        "check_finite=true would end a run with fp16=True .* set bf16: true instead",
+    ),
     "the first fsdp": (
         {"fsdp": "full_shard"},
         "cannot run under FSDP 1, .* set fsdp_config: {fsdp_version: 2}, or remove fsdp and launch",
