@@ -153,13 +153,13 @@ def test_exit_with_a_call_in_flight():
 case = make_case(T=20)
 forward(case)
 _kt.delay_tasks(10_000)
-x, out = case.x.bfloat16(), torch.empty(case.x.shape)
-at = [t.data_ptr() for t in (x, case.index, case.weights, out)]
-def loop():
+def loop(case):  # its own tensors: the interpreter's end frees those of modules
     torch.set_num_threads(2)
+    x, out = case.x.bfloat16(), torch.empty(case.x.shape)
+    at = [t.data_ptr() for t in (x, case.index, case.weights, out)]
     while True:
         case.layer._layer.forward(*case.index.shape, *at[:3], None, None, False, at[3], False, 0)
-threading.Thread(target=loop, daemon=True).start()
+threading.Thread(target=loop, args=(case,), daemon=True).start()
 time.sleep(0.2)
 assert _kt.in_openmp()
 """
