@@ -57,11 +57,9 @@ def adapt_model_args(module: Any) -> None:
         arguments.
         """
 
+    keys = ", ".join(field.name for field in dataclasses.fields(KTConfig))
     help_of = {
-        "kt_config": (
-            "Settings of experts in CPU memory: format, group, threads, numa_nodes, activation, "
-            "packed_dir, layer_major, gather_rows."
-        ),
+        "kt_config": f"Settings of experts in CPU memory: {keys}.",
         "kt_cpu_activation": "Another name of kt_config.activation: retain or recompute.",
         "kt_layer_major": "Another name of kt_config.layer_major: true or false.",
     }

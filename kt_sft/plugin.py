@@ -190,7 +190,8 @@ def prepare(model: nn.Module, config: KTConfig) -> None:
     """What a loaded model needs beside its experts: checkpointing that keeps their outputs
     (activation: retain), their checks, and, without an accelerator, a heap that suits training.
     """
-    if not any(isinstance(m, KTExpertsLinear) for m in model.modules()):
+    modules = [m for m in model.modules() if isinstance(m, KTExpertsLinear)]
+    if not modules:
         raise ValueError(
             f"{type(model).__name__} has no experts in CPU memory; use_kt is for "
             "mixture-of-experts models, remove it"
@@ -198,9 +199,8 @@ def prepare(model: nn.Module, config: KTConfig) -> None:
     from kt_sft import peft_io
 
     peft_io.remember(model, config)
-    for module in model.modules():
-        if isinstance(module, KTExpertsLinear):
-            module.experts.check_finite = config.check_finite
+    for module in modules:
+        module.experts.check_finite = config.check_finite
     if not torch.accelerator.is_available():
         heap.tend(model)
     if config.activation == "retain":

@@ -219,7 +219,7 @@ def save_checkpoint(
         tidies = tidies and (state.is_world_process_zero or not mark.exists())
         if tidies:
             _sync(staging / name)
-        _wait()
+        _wait()  # all have looked for the mark, which goes with the staging folder
     except Exception as error:
         if tidies:
             shutil.rmtree(staging, ignore_errors=True)
