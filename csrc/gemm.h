@@ -5,18 +5,13 @@
 // Both are loop orders of one arithmetic: k ascends, one fp32 accumulator per scale group, folded
 // into C by C = fma(scale, accumulator, C). So a row's bits do not depend on the other rows.
 //   nt: unpack() keeps codes exact and unscaled; scales are folded
-//   nn: unpack_transposed() rounds code x scale to bf16 (the scale varies along this reduction)
+//   nn: unpack_across() applies the scale, which varies along this reduction
 //   tn: zip() pairs two rows of V
 #pragma once
-#include "pack.h"
+#include "across.h"
 
 namespace kt {
 namespace {
-
-template <class I, int P>
-struct Line {  // one unpacked line of P panels
-  typename I::B v[P][kVecs<I>];
-};
 
 // M rows x P panels of C to and from registers.
 template <class I, int M, int P>
@@ -137,10 +132,10 @@ void dense(const Rows& a, const Line<I, P>* b, const bf16* const* scales, float 
 }
 
 template <class I, class F>
-struct Driver : Packing<I, F> {
-  using typename Packing<I, F>::f32, typename Packing<I, F>::u32, typename Packing<I, F>::u64;
+struct Driver : Across<I, F> {
+  using typename Packing<I, F>::f32, typename Packing<I, F>::u32;
   using Packing<I, F>::V, Packing<I, F>::L, Packing<I, F>::lines, Packing<I, F>::scales,
-      Packing<I, F>::group_pairs;
+      Packing<I, F>::group_pairs, Across<I, F>::unpack_across;
   using A = typename I::A;
 
   // What few() asks memory for while it works on a line: the line kAhead further on in the order of
@@ -257,50 +252,11 @@ struct Driver : Packing<I, F> {
     nt_panels<1>(a, w, p, add, c, scratch);
   }
 
-  // (a0 a1)(b0 b1) -> (a0 b0)(a1 b1) in every 64-bit lane: dwords n, n+1 become pairs along n.
-  KT_OP u64 zip_pairs(u32 x) {
-    u64 v = (u64)x;
-    return (v & 0xffff00000000ffffull) | (v >> 16 & 0xffff0000ull) | (v << 16 & 0xffff00000000ull);
-  }
-  // Columns [col, col+16) of W as a panel whose reduction runs over n: lines of (n, n+1) pairs.
-  static void unpack_transposed(const Packed& w, int64_t col, int q, Line<I, 2>* dst) {
-    const Shape& s = w.shape;
-    const int64_t first = col / 2, have = min64(8, s.kp / 2 - first), count = panels(s.n);
-    for (int64_t p = 0; p < count; ++p, dst += kPanel / 2) {
-      const uint8_t* line = lines(w, p) + first / F::pairs * kAlign;
-      const bf16* scale = scales(w, p);
-      for (int j = 0; j < V; ++j) {
-        u64 v[8];
-        f32 sc = {};
-        if (F::scaled)
-          sc = I::load_bf16(scale + col / group_size(s) * kPanel + j * L) *
-               I::splat(F::template unit<I>);
-        for (int t = 0; t < 8; t += F::pairs) {
-          typename I::B out[F::pairs] = {};
-          if (t < have)
-            F::template decode<I>(*(const u32*)(line + t / F::pairs * kAlign + j * L * 4), out);
-          for (int x = 0; x < F::pairs; ++x) {
-            u32 pair = F::scaled ? I::round_pair(I::lo_of(out[x]) * sc, I::hi_of(out[x]) * sc)
-                                 : I::pair_of(out[x]);
-            v[t + x] = zip_pairs(pair);
-          }
-        }
-        constexpr int Q = L / 2;  // n-pairs per vector = qwords
-        for (int x = 0; x < 8 / Q; ++x) {
-          u64 square[Q];
-          for (int i = 0; i < Q; ++i) square[i] = v[x * Q + i];
-          transpose_square(square);
-          for (int i = 0; i < Q; ++i) dst[j * Q + i].v[q][x] = I::line((u32)square[i]);
-        }
-      }
-    }
-  }
-
   static void nn(const Rows& a, const Packed& w, int64_t col, bool add, float* c, void* scratch) {
     if (a.m == 0) return;
     auto* b = (Line<I, 2>*)scratch;
-    unpack_transposed(w, col, 0, b);
-    unpack_transposed(w, col + kPanel, 1, b);
+    unpack_across(w, col, 0, b);
+    unpack_across(w, col + kPanel, 1, b);
     const bf16* none[2] = {};
     int64_t pairs = panels(w.shape.n) * kPanel / 2;
     // A panel gives 8 pairs of n and kCols / (2 F::pairs) lines to these columns and to the next.

@@ -85,8 +85,8 @@ struct Kernel {
   // gate/up (may be null) receive `cols` rounded pre-activations.
   void (*gate_forward)(Act act, const float* c, int64_t m, int64_t cols, bf16* gate, bf16* up,
                        int64_t ld, bf16* h, int64_t ldh);
-  // dh_raw = C[:, off .. off+16). Writes dgate, dup (16 columns, x weight), h (may be null),
-  // dot[i*ldd] = <dh_raw_i, h_i> over these columns. gate/up hold `cols` valid columns.
+  // dh_raw = C[:, 0 .. cols), cols <= kCols. Writes dgate, dup (x weight) and h (may be null) in
+  // whole panels, dot[i*ldd + q] = <dh_raw_i, h_i> over panel q.
   void (*gate_backward)(Act act, const float* c, int64_t m, int64_t cols, const bf16* gate,
                         const bf16* up, int64_t ld, const float* weight, bf16* dgate, bf16* dup,
                         bf16* h, int64_t ldo, float* dot, int64_t ldd);

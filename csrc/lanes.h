@@ -22,6 +22,7 @@ struct Vectors;
     typedef int32_t i32 __attribute__((vector_size(N * 4), aligned(4), may_alias));  \
     typedef uint64_t u64 __attribute__((vector_size(N * 4), aligned(4), may_alias)); \
     typedef int8_t i8 __attribute__((vector_size(N), aligned(1), may_alias));        \
+    typedef uint8_t u8 __attribute__((vector_size(N), aligned(1), may_alias));       \
   };
 KT_VECTORS(4)
 KT_VECTORS(8)
@@ -51,6 +52,7 @@ struct Lanes {
   using i32 = typename Vectors<N>::i32;
   using u64 = typename Vectors<N>::u64;
   using i8 = typename Vectors<N>::i8;
+  using u8 = typename Vectors<N>::u8;
 
   using A = float;
   struct B {
@@ -75,6 +77,9 @@ struct Lanes {
     f32 r;
     for (int i = 0; i < N; ++i) r[i] = widen(p[i]);
     return r;
+  }
+  KT_OP f32 load_bytes(const uint8_t* p) {
+    return __builtin_convertvector(__builtin_convertvector(*(const u8*)p, i32), f32);
   }
   KT_OP void store_bf16(bf16* p, f32 v) {
     u32 u = (u32)v;

@@ -57,13 +57,11 @@ void gate_panels(const Plan& p, const Work& k, int w, int64_t e, const Rows& a, 
       P.add_low_rank(w, g, P.rp[kDown], m, at, 2 * unit, n, true, c);
     }
   }
-  for (int64_t q = 0; q < n; ++q) {
-    const int64_t col = (2 * unit + q) * kPanel, o = i * P.ip + col;
-    const bf16* gate = k.saved + i * 2 * I + col;
-    P.k.gate_backward(P.l.act, c + q * kPanel, m, min64(kPanel, I - col), gate, gate + I, 2 * I,
-                      P.route.weight.data() + i, k.dgate + o, k.dup + o, k.h ? k.h + o : nullptr,
-                      P.ip, k.dots + i * count + 2 * unit + q, count);
-  }
+  const int64_t col = unit * kCols, o = i * P.ip + col;
+  const bf16* gate = k.saved + i * 2 * I + col;
+  P.k.gate_backward(P.l.act, c, m, min64(kCols, I - col), gate, gate + I, 2 * I,
+                    P.route.weight.data() + i, k.dgate + o, k.dup + o, k.h ? k.h + o : nullptr,
+                    P.ip, k.dots + i * count + 2 * unit, count);
 }
 
 void gate_stage(const Plan& p, const Work& k) {

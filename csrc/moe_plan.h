@@ -199,10 +199,14 @@ inline void end_columns(const Kernel& k, const float* acc, int64_t tokens, int64
       std::copy_n(acc + r * cols, n, out.to + r * ld + col);
 }
 
-// f(block begin, rows) over [begin, end) in blocks of kRowBlock rows.
+// f(block begin, rows) over [begin, end) in blocks of nearly equal height, kRowBlock at most.
 template <class F>
 void row_blocks(int64_t begin, int64_t end, F f) {
-  for (int64_t i = begin; i < end; i += kRowBlock) f(i, min64(kRowBlock, end - i));
+  const int64_t rows = end - begin, blocks = (rows + kRowBlock - 1) / kRowBlock;
+  for (int64_t n = 0; n < blocks; ++n) {
+    const int64_t from = begin + rows * n / blocks;
+    f(from, begin + rows * (n + 1) / blocks - from);
+  }
 }
 
 // How many of `units` column blocks one task takes, for each of `groups` experts, so that every

@@ -8,13 +8,14 @@ namespace {
 template <class I>
 constexpr int kVecs = int(kPanel) / I::lanes;  // vectors per panel line
 
-// One step of transposing N vectors of N lanes: lanes whose numbers differ in bit S change
-// places.
+// One step of transposing squares of N x N lanes that lie side by side in N vectors: lanes whose
+// numbers differ in bit S change places.
 template <int S, class T, int N>
 KT_OP void butterfly(T (&v)[N]) {
   if constexpr (S < N) {
+    constexpr int L = int(sizeof(T) / sizeof(v[0][0]));
     T keep, take;
-    for (int i = 0; i < N; ++i) keep[i] = i & S ? N + i - S : i, take[i] = i & S ? N + i : i + S;
+    for (int i = 0; i < L; ++i) keep[i] = i & S ? L + i - S : i, take[i] = i & S ? L + i : i + S;
     for (int i = 0; i < N; ++i)
       if (!(i & S)) {
         T x = v[i], y = v[i + S];
@@ -24,7 +25,7 @@ KT_OP void butterfly(T (&v)[N]) {
   }
 }
 template <class T, int N>
-KT_OP void transpose_square(T (&v)[N]) {
+KT_OP void transpose_squares(T (&v)[N]) {
   butterfly<1>(v);
   butterfly<2>(v);
   butterfly<4>(v);
@@ -113,7 +114,7 @@ struct Packing {
       for (int j = 0; j < V; ++j) {
         u32 square[L];
         for (int a = 0; a < L; ++a) square[a] = *(const u32*)(from + (j * L + a) * count + i);
-        transpose_square(square);
+        transpose_squares(square);
         for (int a = 0; a < L; ++a) *(u32*)(line + a * kAlign + j * L * 4) = square[a];
       }
     for (; i < count; ++i, line += kAlign)

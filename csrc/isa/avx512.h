@@ -22,6 +22,9 @@ struct Isa_avx512 : ByteLanes<16> {
   KT_OP f32 load_bf16(const bf16* p) {
     return (f32)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16);
   }
+  KT_OP f32 load_bytes(const uint8_t* p) {
+    return (f32)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)));
+  }
   KT_OP void store_bf16(bf16* p, f32 v) {
     u32 u = (u32)v;
     __m512i r = (__m512i)((u + 0x7fff + (u >> 16 & 1)) >> 16);
