@@ -127,6 +127,8 @@ py::list list_kernels() {
     d["missing"] = missing_features(e.kernel->cpu);
     d["needs"] = e.kernel->cpu;
     d["slow_on"] = e.kernel->slow_on;
+    d["slow_here"] = cpu().vendor == e.kernel->slow_on;
+    d["bf16_products"] = e.kernel->a_size == size_of(DType::kBf16);
     d["int8_domain"] = e.kernel->quad_size > 0;
     d["calls"] = e.calls->load();
     out.append(d);

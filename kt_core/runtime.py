@@ -23,10 +23,16 @@ def kernels() -> list[dict[str, object]]:
     """Compiled kernels, the preferred tier last.
 
     Keys: ``isa``, ``format``, ``usable``, CPU features it ``needs`` and those ``missing`` here, the
-    CPU vendor it is ``slow_on`` (not chosen there), ``int8_domain`` (it also computes with
+    CPU vendor it is ``slow_on`` (not chosen there) and whether that is ``slow_here``,
+    ``bf16_products`` (it multiplies bf16 with bf16), ``int8_domain`` (it also computes with
     quantized activations), ``calls`` so far.
     """
     return list(_kt.kernels())
+
+
+def multiplies_bf16() -> bool:
+    """Whether this CPU has units that multiply bf16 faster than fp32."""
+    return any(k["usable"] and k["bf16_products"] and not k["slow_here"] for k in kernels())
 
 
 def isa() -> str:

@@ -19,6 +19,7 @@ from typing import Any
 FORMATS = ("bf16", "int8", "int4")
 GROUPS = (0, 32, 64, 128)  # 0: one scale per output channel
 ACTIVATIONS = ("retain", "recompute")
+DENSE_DTYPES = ("auto", "bf16", "fp32")
 EXPORT_LAYOUTS = ("per_expert", "fused")
 LORA_GROUPS = ("attention", "shared_experts", "experts", "router")
 
@@ -46,6 +47,8 @@ class KTConfig:
     layer_major    the micro-batches of gradient accumulation go through each layer together
     check_finite   NaN and Inf in what experts are given end the run, with layer and tensor
     gather_rows    the ranks of a machine compute their experts' rows together where each has few
+    dense_dtype    dtype of the layers beside the experts in a bf16 run on CPUs: bf16, fp32, or
+                   auto, which is fp32 where the CPU multiplies that faster
     """
 
     format: str = "int8"
@@ -57,6 +60,7 @@ class KTConfig:
     layer_major: bool = False
     check_finite: bool = False
     gather_rows: bool = True
+    dense_dtype: str = "auto"
     lora_rank: Mapping[str, int] | None = None
     export_layout: str = "per_expert"
     merged_eval: int = 2
@@ -65,6 +69,7 @@ class KTConfig:
         _one_of("format", self.format, FORMATS)
         _one_of("export_layout", self.export_layout, EXPORT_LAYOUTS)
         _one_of("activation", self.activation, ACTIVATIONS)
+        _one_of("dense_dtype", self.dense_dtype, DENSE_DTYPES)
         _switch("layer_major", self.layer_major)
         _switch("check_finite", self.check_finite)
         _switch("gather_rows", self.gather_rows)
@@ -101,20 +106,7 @@ class KTConfig:
         """Builds the settings from the YAML's `kt_config`: a mapping, its JSON text (command line),
         or None.
         """
-        if isinstance(values, str):
-            try:
-                values = json.loads(values)
-            except json.JSONDecodeError as error:
-                raise ValueError(
-                    f"kt_config={values!r} is not JSON ({error}); write a mapping, e.g. "
-                    "{format: int8}"
-                ) from error
-        if values is None:
-            values = {}
-        if not isinstance(values, Mapping):
-            raise ValueError(
-                f"kt_config={values!r} is not a mapping; write e.g. kt_config: {{format: int8}}"
-            )
+        values = mapping_of(values)
         known = [field.name for field in dataclasses.fields(cls)]
         for key, value in values.items():
             if key == "experts":
@@ -129,6 +121,25 @@ class KTConfig:
         return cls(**{key: value for key, value in values.items() if value is not None})
 
 
+def mapping_of(values: Mapping[str, Any] | str | None) -> Mapping[str, Any]:
+    """`kt_config` as a mapping, also where it is JSON text or None."""
+    if isinstance(values, str):
+        try:
+            values = json.loads(values)
+        except json.JSONDecodeError as error:
+            raise ValueError(
+                f"kt_config={values!r} is not JSON ({error}); write a mapping, e.g. "
+                "{format: int8}"
+            ) from error
+    if values is None:
+        return {}
+    if not isinstance(values, Mapping):
+        raise ValueError(
+            f"kt_config={values!r} is not a mapping; write e.g. kt_config: {{format: int8}}"
+        )
+    return values
+
+
 def resolve(
     values: Mapping[str, Any] | str | None,
     cpu_activation: str | None = None,
@@ -138,7 +149,7 @@ def resolve(
     (`kt_cpu_activation`, `kt_layer_major`); two different values of one setting raise.
     """
     config = KTConfig.from_mapping(values)
-    given = json.loads(values) if isinstance(values, str) else (values or {})
+    given = mapping_of(values)
     if cpu_activation is not None:
         _one_of("kt_cpu_activation", cpu_activation, ACTIVATIONS)
         _agree(given, "activation", "kt_cpu_activation", cpu_activation)

@@ -21,6 +21,7 @@ def test_defaults_and_every_key():
         "layer_major": True,
         "check_finite": True,
         "gather_rows": False,
+        "dense_dtype": "fp32",
         "lora_rank": {"experts": 4},
         "export_layout": "fused",
         "merged_eval": 2,
@@ -61,6 +62,7 @@ def test_the_command_line_gives_json():
         ({"layer_major": 1}, "layer_major=1 is neither true nor false"),
         ({"check_finite": "no"}, "check_finite='no' is neither true nor false"),
         ({"gather_rows": "auto"}, "gather_rows='auto' is neither true nor false"),
+        ({"dense_dtype": "fp16"}, "dense_dtype='fp16' is not known; use one of auto, bf16, fp32"),
         ([1], "is not a mapping"),
     ],
 )
