@@ -20,7 +20,7 @@ import transformers
 from peft import LoraConfig, get_peft_model
 
 from kt_core import runtime
-from kt_sft import layer_major, plugin
+from kt_sft import loss, plugin
 from kt_sft.config import KTConfig
 
 SHAPES = {
@@ -95,15 +95,11 @@ def main() -> None:
     shape = (args.micro_batches * args.rows, args.length)
     ids = torch.randint(0, SHAPES[args.shape]["vocab_size"], shape)
     base = model.get_base_model()
-    whole = base.loss_function
-    layer_major.loss_by_rows(base)
-    ways = {
-        "loop": (list(ids.split(args.rows)), whole),
-        "layer_major": ([ids], base.loss_function),
-    }
+    loss.in_blocks(base)
+    ways = {"loop": list(ids.split(args.rows)), "layer_major": [ids]}
     found: dict[str, dict[str, float]] = {}
     for repeat in range(1 + args.repeats):  # the first warms up
-        for way, (batches, base.loss_function) in ways.items():
+        for way, batches in ways.items():
             before = runtime.seconds()
             seconds = step(model, optimizer, batches)
             inside = sum(runtime.seconds().values()) - sum(before.values())

@@ -8,11 +8,14 @@ is a sixth of the routed experts' work, here a half). Runs, each in a process of
 the other:
   int8, bf16   use_kt, experts in that format, LoRA r=8 on attention and every expert
   stock        LLaMA-Factory without use_kt: PEFT's own LoRA on the fused expert parameters
+  stock_fp32   the same from a checkpoint in fp32 and with bf16: false, since our runs compute what
+               is beside the experts in fp32 on CPUs that multiply it faster (dense_dtype)
   zero2, zero3 the same under DeepSpeed with the optimizer (and parameters) offloaded to the CPU,
                where DeepSpeed runs without a GPU
 Every micro-batch is one packed sequence of `--tokens` tokens of plain text. Seconds per step leave
 the first step out. Memory is RssAnon + RssShmem at its peak, minus its value after imports and
-minus 10 bytes per logit (bf16 logits, their fp32 copy and gradient). Writes
+minus the logits: 10 bytes each (bf16 logits, their fp32 copy and gradient), of ours 8 (fp32 logits
+and gradient). Writes
 bench/results/side_by_side.json, where other runs of the same kernels stay, and, with the losses
 over one another, side_by_side.png.
 """
@@ -38,7 +41,8 @@ from demo_bars import Sampler
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
 WORK = ROOT / "build" / "side_by_side"
-RUNS = ("int8", "bf16", "stock", "zero2", "zero3")
+RUNS = ("int8", "bf16", "stock", "stock_fp32", "zero2", "zero3")
+OURS = ("int8", "bf16")
 # Names that stock PEFT 0.20 turns into LoRA on the fused expert parameters
 STOCK_TARGETS = {
     "demo": "q_proj,k_proj,v_proj,o_proj,w1,w2,w3",
@@ -80,6 +84,20 @@ def model_path(name: str) -> Path:
     return path
 
 
+def in_fp32(name: str) -> Path:
+    """A copy of the model with its weights in fp32."""
+    path = WORK / f"{name}_fp32"
+    if not (path / "config.json").exists():
+        import torch
+        import transformers
+
+        source = model_path(name)
+        model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+        model.save_pretrained(path)
+        transformers.AutoTokenizer.from_pretrained(source).save_pretrained(path)
+    return path
+
+
 def settings(model: str, run: str, tokens: int, steps: int) -> dict[str, Any]:
     """The arguments of LLaMA-Factory."""
     found: dict[str, Any] = {
@@ -114,7 +132,9 @@ def settings(model: str, run: str, tokens: int, steps: int) -> dict[str, Any]:
         "report_to": "none",
         "disable_tqdm": True,
     }
-    if run in ("int8", "bf16"):
+    if run == "stock_fp32":
+        found |= {"model_name_or_path": str(in_fp32(model)), "bf16": False}
+    if run in OURS:
         found |= {"use_kt": True, "lora_target": "all", "kt_config": {"format": run}}
     if run.startswith("zero"):
         found["deepspeed"] = zero_config(int(run[-1]))
@@ -160,11 +180,12 @@ def child(model: str, run: str, tokens: int, steps: int) -> None:
     out = Path(arguments["output_dir"])
     entries = map(json.loads, (out / "trainer_log.jsonl").read_text().splitlines())
     vocabulary = json.loads((model_path(model) / "config.json").read_text())["vocab_size"]
+    logit = 8 if run in OURS else 10
     result = {
         "losses": [e["loss"] for e in entries if "loss" in e],
         "step_seconds": seconds,
         "tokens_per_s": tokens / statistics.median(seconds[1:-1]),  # the last one also saves
-        "memory_mb": (sampler.peak - sampler.start_bytes - 10 * tokens * vocabulary) / 1e6,
+        "memory_mb": (sampler.peak - sampler.start_bytes - logit * tokens * vocabulary) / 1e6,
         "peak_mb": sampler.peak / 1e6,
         "load": os.getloadavg()[0],
         "torch": torch.__version__,
@@ -203,7 +224,7 @@ def compared(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for model, tokens in dict.fromkeys((r["model"], r["tokens"]) for r in rows):
         of = {r["run"]: r for r in rows if (r["model"], r["tokens"]) == (model, tokens)}
         stock = of.get("stock", {})
-        for run in ("int8", "bf16"):
+        for run in OURS:
             if "losses" not in stock or "losses" not in of.get(run, {}):
                 continue
             gaps = [abs(a / b - 1) for a, b in zip(of[run]["losses"], stock["losses"], strict=True)]

@@ -25,11 +25,10 @@ from kt_sft.config import KTConfig
 
 log = logging.getLogger("kt")
 
-# At its peak, in backward, the loss holds three fp32 tensors of the logits' size: log-softmax, the
-# gradient of the negative log-likelihood, the gradient of the logits.
+# At its peak, in backward, a loss over log-softmax holds three fp32 tensors of the logits' size:
+# log-softmax, the gradient of the negative log-likelihood, the gradient of the logits.
 _LOGITS_BYTES = 12
-# Where the loss goes by rows (layer_major.py): the logits and the rows' gradients, then these and
-# the same put together.
+# Where the loss goes by blocks of tokens (loss.py): the logits and their gradient.
 _LOGITS_COPIES = 2
 
 _SEQUENCES = {"dpo": 2, "rm": 2}  # that a sample of a batch is made of; 1 elsewhere
@@ -74,13 +73,13 @@ class Plan:
 
 
 def predict(
-    model: Any, tokens: int, *, activation: str, optimizer: str, loss_rows: int = 1
+    model: Any, tokens: int, *, activation: str, optimizer: str, loss_in_blocks: bool = False
 ) -> Plan:
     """The plan for a PreTrainedModel (or a PeftModel) and micro-batches of at most `tokens` tokens,
     padding counted.
 
-    loss_rows: parts of equal size in which the loss is taken. optimizer: transformers' name; Adam's
-    state is two tensors per parameter, that of others is not known here and counted as none.
+    loss_in_blocks: it is loss.py's. optimizer: transformers' name; Adam's state is two tensors per
+    parameter, that of others is not known here and counted as none.
     """
     experts = {m.experts: None for m in model.modules() if isinstance(m, KTExpertsLinear)}
     trained = sum(_local_bytes(p) for p in model.parameters() if p.requires_grad)
@@ -88,9 +87,7 @@ def predict(
     kept = sum(4 * top_k(config) * e.intermediate for e in experts)
     first = next(model.parameters())
     on_cpu = first.device.type == "cpu"
-    logits = _LOGITS_BYTES * (tokens // loss_rows) * config.vocab_size
-    if loss_rows > 1:
-        logits += _LOGITS_COPIES * tokens * config.vocab_size * first.element_size()
+    each = _LOGITS_COPIES * first.element_size() if loss_in_blocks else _LOGITS_BYTES
     return Plan(
         packed=sum(e.nbytes for e in experts),
         trained=trained,
@@ -98,7 +95,7 @@ def predict(
         optimizer=2 * trained if "adam" in optimizer else 0,
         saved_per_token=kept if activation == "retain" else 0,
         tokens=tokens,
-        logits=logits if on_cpu else 0,
+        logits=each * tokens * config.vocab_size if on_cpu else 0,
     )
 
 
@@ -114,23 +111,22 @@ def top_k(config: Any) -> int:
 class Budget(TrainerCallback):
     """Added by the LLaMA-Factory seam: prints the plan before the first step.
 
-    cutoff_len: tokens of a row at most, for data whose rows cannot be looked at. stage:
-    LLaMA-Factory's. Raises MemoryError if a layer_major batch does not fit.
+    cutoff_len: tokens of a row at most, for data whose rows cannot be looked at. Raises MemoryError
+    if a layer_major batch does not fit.
     """
 
-    def __init__(self, config: KTConfig, cutoff_len: int, stage: str) -> None:
-        self._config, self._cutoff_len, self._stage = config, cutoff_len, stage
+    def __init__(self, config: KTConfig, cutoff_len: int, finetuning_args: Any) -> None:
+        self._config, self._cutoff_len, self._args = config, cutoff_len, finetuning_args
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kw: Any
     ) -> None:
         """Predicts, prints, compares with what the machine has left."""
-        rows = args.per_device_train_batch_size * _SEQUENCES.get(self._stage, 1)
-        by_rows = self._config.layer_major and self._stage in ("pt", "sft")
+        rows = args.per_device_train_batch_size * _SEQUENCES.get(self._args.stage, 1)
         plan = predict(
             kw["model"],
             rows * (longest_row(kw["train_dataloader"].dataset) or self._cutoff_len),
-            loss_rows=rows if by_rows else 1,
+            loss_in_blocks=self._args.stage in ("pt", "sft") and not _other_loss(self._args),
             activation=self._config.activation,
             optimizer=OptimizerNames(args.optim).value,
         )
@@ -154,6 +150,12 @@ class Budget(TrainerCallback):
             tightest.name,
             f"{tightest.available:,}",
         )
+
+
+def _other_loss(finetuning_args: Any) -> bool:
+    """Whether the run replaces the model's own loss by one of LLaMA-Factory's."""
+    names = ("use_dft_loss", "use_asft_loss", "use_eaft_loss")
+    return any(getattr(finetuning_args, name, False) for name in names)
 
 
 def longest_row(dataset: Any) -> int | None:

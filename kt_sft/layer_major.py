@@ -5,19 +5,13 @@ An accumulation loop reads every expert's weights once per micro-batch, forward 
 weights are read once per step, and each expert sees n times the rows. The samples of a step and
 their order are those of the loop, and so is the loss: SFT and pre-training divide by the tokens of
 the whole step either way, preference losses are means over pairs. What it costs is memory for n
-micro-batches at once (budget.py refuses what does not fit) and padding to the longest of them. The
-language modelling loss is taken row by row, so that its fp32 copies of the logits exist for one row
-at a time.
+micro-batches at once (budget.py refuses what does not fit) and padding to the longest of them.
 """
 
 from __future__ import annotations
 
 import logging
 from typing import Any
-
-import torch
-from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 log = logging.getLogger("kt")
 
@@ -46,28 +40,6 @@ def check(training_args: Any, finetuning_args: Any) -> None:
             "kt_config.layer_major=true changes the batch size after DeepSpeed has read it; remove "
             "layer_major, or run with FSDP2 or DDP instead of deepspeed"
         )
-
-
-def loss_by_rows(model: Any) -> None:
-    """Has a PreTrainedModel compute its language modelling loss one row of the batch at a time.
-
-    The sum over rows of (a row's token losses / tokens of all rows) is the loss of the whole. Each
-    row's fp32 logits and softmax are computed again in backward rather than kept.
-    """
-    whole = model.loss_function
-
-    def loss(logits: Tensor, labels: Tensor, *args: Any, **kw: Any) -> Tensor:
-        if kw.get("shift_labels") is not None or len(logits) == 1:
-            return whole(logits, labels, *args, **kw)
-        if kw.get("num_items_in_batch") is None:
-            ignored = kw.get("ignore_index", -100)
-            kw["num_items_in_batch"] = (labels[:, 1:] != ignored).sum()
-        # split, not slices: its backward puts the rows together once
-        rows = zip(logits.split(1), labels.split(1), strict=True)
-        parts = [checkpoint(whole, *row, *args, use_reentrant=False, **kw) for row in rows]
-        return torch.stack(parts).sum()
-
-    model.loss_function = loss
 
 
 def apply(training_args: Any) -> None:

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from kt_sft import config as settings
-from kt_sft import layer_major, stages, trainer_log
+from kt_sft import layer_major, loss, precision, stages, trainer_log
 from kt_sft.config import KTConfig
 
 
@@ -105,6 +105,7 @@ def adapt_parser(module: Any) -> None:
             if kt_config_of(model_args).layer_major and training_args.do_train:
                 layer_major.check(training_args, finetuning_args)
                 layer_major.apply(training_args)
+            precision.choose(model_args, training_args, finetuning_args)
         else:
             _check_unused(model_args)
             _leave_cpu_fsdp()
@@ -166,10 +167,11 @@ def adapt_loader(module: Any) -> None:
         again = not is_trainable  # a reference or reward model, beside the one that is trained
         with plugin.loading(config, router=router, again=again), stages.use_kt_is(model_args, True):
             model = original(tokenizer, model_args, finetuning_args, is_trainable, *args, **kw)
+        if config.dense_dtype == "fp32":
+            precision.widen(model)
         base = next(m for m in model.modules() if isinstance(m, PreTrainedModel))
         plugin.prepare(base, config)
-        if config.layer_major and is_trainable:
-            layer_major.loss_by_rows(base)
+        loss.in_blocks(base)
         return model
 
     module.load_model = load_model
@@ -218,7 +220,7 @@ def _with_callback(run: Callable[..., Any]) -> Callable[..., Any]:
             from kt_sft.watch import PeerWatch, naming_lost_ranks
 
             config = kt_config_of(model_args)
-            budget = Budget(config, args[0].cutoff_len, args[2].stage)
+            budget = Budget(config, args[0].cutoff_len, args[2])
             gather = RowGather(config)
             args[-1].extend([KTCallback(), StepLog(), budget, PeerWatch(), gather, SafeStop()])
             with naming_lost_ranks():

@@ -176,15 +176,15 @@ from torch.nn import functional as F
 from transformers.loss.loss_utils import ForCausalLMLoss
 from types import SimpleNamespace
 from kt_core import memory
-from kt_sft import layer_major
+from kt_sft import loss as ours
 ctypes.CDLL(None).mallopt(-3, 256 << 10)  # M_MMAP_THRESHOLD: freed tensors are gone at once
-rows, tokens, vocabulary, dtype = int(sys.argv[2]), 512, 40_000, getattr(torch, sys.argv[1])
-hidden = torch.randn(rows, tokens // rows, 8, dtype=dtype, requires_grad=True)
+blocks, tokens, vocabulary, dtype = sys.argv[2] == "1", 512, 40_000, getattr(torch, sys.argv[1])
+hidden = torch.randn(2, tokens // 2, 8, dtype=dtype, requires_grad=True)
 head = torch.randn(vocabulary, 8, dtype=dtype)
 labels = torch.randint(0, vocabulary, hidden.shape[:2])
 model = SimpleNamespace(loss_function=ForCausalLMLoss)
-if rows > 1:
-    layer_major.loss_by_rows(model)
+if blocks:
+    ours.in_blocks(model)
 def step(n):
     logits = F.linear(hidden[:, :n], head)
     loss = model.loss_function(logits, labels[:, :n], vocabulary)
@@ -200,17 +200,17 @@ print((peak - before) / (tokens * vocabulary))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("rows", [1, 8])
-def test_bytes_of_logits_against_measured_memory(rows, dtype, tmp_path):
+@pytest.mark.parametrize("blocks", [0, 1])
+def test_bytes_of_logits_against_measured_memory(blocks, dtype, tmp_path):
     done = subprocess.run(
-        [sys.executable, "-c", LOGITS, dtype, str(rows)],
+        [sys.executable, "-c", LOGITS, dtype, str(blocks)],
         capture_output=True,
         text=True,
         timeout=300,
     )
     assert done.returncode == 0, done.stderr
     model = cases.load(cases.checkpoint(tmp_path)).to(getattr(torch, dtype))
-    plan = budget.predict(model, 512, activation="retain", optimizer="sgd", loss_rows=rows)
+    plan = budget.predict(model, 512, activation="retain", optimizer="sgd", loss_in_blocks=blocks)
     per_logit = plan.logits / (512 * model.config.vocab_size)
     assert float(done.stdout) == pytest.approx(per_logit, rel=0.2)
 
@@ -240,7 +240,7 @@ def test_experts_per_token_by_family(values, k):
 
 def test_too_little_memory_is_warned_of(root, caplog, monkeypatch):
     """Rows are rarely as long as cutoff_len, so the run goes on."""
-    callback = budget.Budget(KTConfig(format="bf16"), 64, "sft")
+    callback = budget.Budget(KTConfig(format="bf16"), 64, SimpleNamespace(stage="sft"))
     model = cases.adapted(cases.load(root / "model"))
     monkeypatch.setattr(memory, "limits", lambda: [memory.Limit("the test's limit", 100_000)])
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -60,28 +59,6 @@ def test_the_same_losses_with_one_weight_read_per_step(engine, bar, root, monkey
     for method in ("forward", "backward"):
         assert looped.count(method) == STEPS * LAYERS * ACCUMULATION
         assert together.count(method) == STEPS * LAYERS
-
-
-def test_the_loss_by_rows_is_the_loss(tmp_path):
-    """With and without a count of tokens, and its gradient; rows have unequal numbers of labels."""
-    model = cases.adapted(cases.load(cases.checkpoint(tmp_path)))
-    ids = cases.token_ids(3, 24)
-    labels = ids.clone()
-    labels[1, :20] = -100
-    for count in ({}, {"num_items_in_batch": torch.tensor(50)}):
-        results = []
-        for base in (model.get_base_model(), copy.copy(model.get_base_model())):
-            if results:
-                layer_major.loss_by_rows(base)
-            model.zero_grad()
-            loss = base(input_ids=ids, labels=labels, **count).loss
-            loss.backward()
-            gradients = [p.grad.clone() for p in cases.trained(model).values()]
-            results.append((float(loss.detach()), gradients))
-        (whole, wanted), (by_rows, got) = results
-        assert by_rows == pytest.approx(whole, rel=1e-6)
-        for a, b in zip(got, wanted, strict=True):
-            assert (a - b).norm() <= 1e-5 * b.norm()
 
 
 def test_a_last_step_of_fewer_micro_batches(root, monkeypatch):
