@@ -15,9 +15,8 @@ the other:
 Every micro-batch is one packed sequence of `--tokens` tokens of plain text. Seconds per step leave
 the first step out. Memory is RssAnon + RssShmem at its peak, minus its value after imports and
 minus the logits: 10 bytes each (bf16 logits, their fp32 copy and gradient), of ours 8 (fp32 logits
-and gradient). Writes
-bench/results/side_by_side.json, where other runs of the same kernels stay, and, with the losses
-over one another, side_by_side.png.
+and gradient). Writes bench/results/side_by_side.json, where other runs of the same kernels stay,
+and, with the losses over one another, side_by_side.png.
 """
 
 from __future__ import annotations

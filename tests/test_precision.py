@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import lf_cases
 import pytest
 import torch
@@ -28,6 +30,7 @@ def test_cpus_with_units_for_bf16(machine):
         assert runtime.multiplies_bf16() == (built and machine in BF16_UNITS)
     finally:
         _kt.use_cpu(None)
+        runtime.force_isa(os.environ.get("KT_ISA"))
 
 
 class _Look(TrainerCallback):
