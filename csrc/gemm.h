@@ -74,7 +74,10 @@ __attribute__((noinline)) void tile(const typename I::A* a, int64_t lda, const t
   constexpr int V = kVecs<I>;
   const typename I::A*
       row[(M + 2) / 3];  // every third row: the two after it are base + ld, base + 2 ld
-  for (int i = 0; i < M; i += 3) row[i / 3] = a + i * lda;
+  for (int i = 0; i < M; i += 3, a += 3 * lda) {
+    row[i / 3] = a;
+    asm("" : "+r"(a));  // or gcc computes them in vectors and scatters those
+  }
   const bf16* scale[P];
   for (int q = 0; q < P; ++q) scale[q] = scales[q];
   if (!add) clear_c<I, M, P>(c);
@@ -93,6 +96,9 @@ __attribute__((noinline)) void tile(const typename I::A* a, int64_t lda, const t
                   I::madd(acc[i][q][j], row[i / 3] + (i % 3) * lda + 2 * p, w[q][j], s, I{});
       }
     }
+    // C is read from where it is: gcc otherwise keeps a second copy on the stack, which made a fold
+    // three times as long.
+    asm volatile("" : "+r"(c) : : "memory");
     fold<I, M, P>(acc, scale, unit, c);
     for (int q = 0; q < P; ++q) scale[q] += kPanel;
   }
@@ -252,6 +258,27 @@ struct Driver : Across<I, F> {
     nt_panels<1>(a, w, p, add, c, scratch);
   }
 
+  template <int P>
+  static void nt_of_panels(const Rows& a, const Matrix& w, int64_t panel, bool add, float* c,
+                           void* lines, void* rows) {
+    const int64_t kp = padded_rank(w.k);
+    auto* b = (Line<I, P>*)lines;
+    for (int q = 0; q < P; ++q)
+      Packing<I, F>::round_panel(w, panel + q, kp, rows, [&](int64_t i, int j, u32 pairs) {
+        b[i].v[q][j] = I::line(pairs);
+      });
+    const bf16* none[P] = {};
+    // Where rows are short, the next panels lie behind these.
+    const auto* after = (const uint8_t*)w.src + (panel + P) * kPanel * w.rs * size_of(w.type);
+    const Ahead next{{after, after + kp / 2 * kAlign}, w.rs == w.k ? 8 * kAlign : 0};
+    dense<I, P>(a, b, none, 1.f, kp / 2, kp / 2, add, next, c);
+  }
+  static void nt_of(const Rows& a, const Matrix& w, int64_t panel, int count, bool add, float* c,
+                    void* lines, void* rows) {
+    if (count == 2) return nt_of_panels<2>(a, w, panel, add, c, lines, rows);
+    nt_of_panels<1>(a, w, panel, add, c, lines, rows);
+  }
+
   static void nn(const Rows& a, const Packed& w, int64_t col, bool add, float* c, void* scratch) {
     if (a.m == 0) return;
     auto* b = (Line<I, 2>*)scratch;
@@ -284,6 +311,7 @@ struct Driver : Across<I, F> {
         return edge[side];
       }
       const bf16* p = v + (rows ? rows[i] : i) * ldv + col;
+      __builtin_prefetch(p + kCols, 0, 2);  // rows are too far apart to be seen as a stream
       if (have == kCols) return p;
       for (int64_t x = 0; x < have; ++x) edge[side][x] = p[x];
       return edge[side];
@@ -293,7 +321,7 @@ struct Driver : Across<I, F> {
       for (int q = 0; q < 2; ++q)
         for (int j = 0; j < V; ++j) {
           int64_t o = q * kPanel + j * L;
-          b[p].v[q][j] = I::line((u32)I::load_bf16(x + o) >> 16 | (u32)I::load_bf16(y + o));
+          b[p].v[q][j] = I::zip(I::load_bf16(x + o), I::load_bf16(y + o));
         }
     }
     const bf16* none[2] = {};

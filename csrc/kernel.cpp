@@ -19,14 +19,16 @@ constexpr Kernel make() {
   k.bits = F::bits, k.scaled = F::scaled;
   k.a_size = sizeof(typename I::A), k.line_size = sizeof(Line<I, 1>);
   k.pack = D::pack, k.unpack = D::unpack_panel;
-  k.gather = D::gather, k.nt = D::nt, k.nn = D::nn, k.transpose = D::transpose, k.tn = D::tn;
+  k.gather = D::gather, k.nt = D::nt, k.nt_of = D::nt_of, k.nn = D::nn, k.transpose = D::transpose,
+  k.tn = D::tn;
   if constexpr (F::quads > 0) {
     k.quad_size = sizeof(typename I::Quad);
     k.quantize = Driver8<I, F>::quantize, k.nt8 = Driver8<I, F>::nt;
   }
   k.gate_forward = O::gate_forward, k.gate_backward = O::gate_backward;
   k.narrow_rows = O::narrow_rows, k.scatter = O::scatter;
-  k.add_rows = O::add_rows, k.drop_rows = O::drop_rows, k.drop_add = O::drop_add;
+  k.put_block = O::put_block, k.settle = O::settle, k.add_rows = O::add_rows,
+  k.drop_rows = O::drop_rows, k.drop_add = O::drop_add;
   return k;
 }
 

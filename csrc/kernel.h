@@ -64,6 +64,10 @@ struct Kernel {
   // C[:, 16q..] (+)= A W_q[panel p_q]^T for q < count (1 or 2); both weights have the same shape.
   void (*nt)(const Rows& a, const Packed* const* w, const int64_t* p, int count, bool add, float* c,
              void* scratch);
+  // As nt for panels `panel`, panel + 1 of a matrix that is rounded to bf16 as it is read (a LoRA
+  // factor). lines: 2 line_size bytes per pair of padded_rank(k); rows: pack_scratch() bytes.
+  void (*nt_of)(const Rows& a, const Matrix& w, int64_t panel, int count, bool add, float* c,
+                void* lines, void* rows);
   // C[:, 0..32) (+)= A W[:, col..col+32): the transposed product from the same bytes; A is [m][n].
   void (*nn)(const Rows& a, const Packed& w, int64_t col, bool add, float* c, void* scratch);
   // at[j][i] = u[i][j] for i < m, zero for m <= i < mp: operand A of tn.
@@ -96,6 +100,11 @@ struct Kernel {
   // acc[rows[i]][0..32) += (weight ? weight[i] : 1) * C[i][...].
   void (*scatter)(const float* c, int64_t m, const int32_t* rows, const float* weight, float* acc,
                   int64_t ld);
+  // C [m][0..cols), or its transpose, written to out, or added if `onto`. Whole vectors are written
+  // past the caches: other threads may read them after settle().
+  void (*put_block)(const float* c, int64_t m, int64_t cols, bool transposed, bool onto, float* out,
+                    int64_t ld);
+  void (*settle)();
   // C += src, both [m][kCols].
   void (*add_rows)(const float* src, int64_t m, float* c);
   // dst = mask o src over [m][k], kept values x 1/(1-p); keyed by (masks[i], projection, element).

@@ -78,6 +78,10 @@ struct Lanes {
     for (int i = 0; i < N; ++i) r[i] = widen(p[i]);
     return r;
   }
+  // Past the caches, where the tier can: lines that are written whole and not read soon need not be
+  // read first. p is a multiple of the vector's size.
+  KT_OP void stream(float* p, f32 v) { *(f32*)p = v; }
+  KT_OP void settle() {}
   KT_OP f32 load_bytes(const uint8_t* p) {
     return __builtin_convertvector(__builtin_convertvector(*(const u8*)p, i32), f32);
   }
@@ -105,6 +109,7 @@ struct Lanes {
   // A tier may decode codes times a power of two; what undoes it goes into the scales, exactly.
   static constexpr float int8_unit = 1.f, int4_unit = 1.f;
   KT_OP B line(u32 pair) { return {lo(pair), hi(pair)}; }
+  KT_OP B zip(f32 lo, f32 hi) { return {lo, hi}; }                       // values of bf16
   KT_OP u32 pair_of(const B& b) { return (u32)b.lo >> 16 | (u32)b.hi; }  // exact codes only
   KT_OP f32 lo_of(const B& b) { return b.lo; }
   KT_OP f32 hi_of(const B& b) { return b.hi; }

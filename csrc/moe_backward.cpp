@@ -31,7 +31,7 @@ void low_rank_out(const Plan& p, const Work& k, int w, int64_t e, int proj, cons
                   int64_t i) {
   const int64_t at = i * p.rp[proj];
   bf16* weighted = proj == kDown && k.gw ? k.gw + at : nullptr;
-  p.project(w, dout, p.factor(e, proj).bt, p.lora.scaling[proj], i, k.g[proj] + at, weighted,
+  p.project(w, dout, p.factor(e, proj, kBT), p.lora.scaling[proj], i, k.g[proj] + at, weighted,
             p.rp[proj]);
 }
 
@@ -46,7 +46,7 @@ void gate_panels(const Plan& p, const Work& k, int w, int64_t e, const Rows& a, 
   P.k.nn(a, down, unit * kCols - s.begin, false, c, P.panels(w));
   const int n = 2 * unit + 1 < count ? 2 : 1;
   if (P.lora.r[kDown]) {
-    const Packed& at = P.factor(e, kDown).at;
+    const Matrix at = P.factor(e, kDown, kAT);
     const bf16* g = k.g[kDown] + i * P.rp[kDown];
     if (P.lora.dropout > 0) {
       float* c2 = P.c(w, kC2);
@@ -130,10 +130,10 @@ struct DxSum {
       if (p.lora.dropout > 0) {
         float* c2 = p.c(w, kC2);
         std::fill(c2, c2 + m * kCols, 0.f);
-        p.add_low_rank(w, g, p.rp[q], m, p.factor(e, q).at, 2 * u, n, false, c2);
+        p.add_low_rank(w, g, p.rp[q], m, p.factor(e, q, kAT), 2 * u, n, false, c2);
         p.k.drop_add(p.key(q), p.route.mask.data() + i, c2, m, u * kCols, c);
       } else {
-        p.add_low_rank(w, g, p.rp[q], m, p.factor(e, q).at, 2 * u, n, true, c);
+        p.add_low_rank(w, g, p.rp[q], m, p.factor(e, q, kAT), 2 * u, n, true, c);
       }
     }
   }
@@ -176,18 +176,12 @@ void low_rank_grad(const Plan& p, int w, int64_t e, const LowRankGrad& j) {
         float* c = p.c(w);
         p.kb.tn(at, wide, ld, ids, m, col, j.width, false, c, p.panels(w));
         const int64_t cols = min64(kCols, j.width - col);
-        auto put = [&](float& o, float value) { o = i == begin ? value : o + value; };
-        if (j.transposed) {  // rows of out are contiguous in x
-          for (int64_t y = 0; y < cols; ++y)
-            for (int64_t x = 0; x < jr; ++x) put(out[(col + y) * r + j0 + x], c[x * kCols + y]);
-        } else {
-          for (int64_t x = 0; x < jr; ++x)
-            for (int64_t y = 0; y < cols; ++y)
-              put(out[(j0 + x) * j.width + col + y], c[x * kCols + y]);
-        }
+        float* to = j.transposed ? out + col * r + j0 : out + j0 * j.width + col;
+        p.k.put_block(c, jr, cols, j.transposed, i > begin, to, j.transposed ? r : j.width);
       }
     }
   }
+  p.k.settle();
 }
 
 void lora_grads(const Plan& p, const Work& k, const Grads& g) {
@@ -237,7 +231,6 @@ void backward_wave(Plan& p, const bf16* dy, const bf16* saved, const Grads& g, b
          p.shared(kDUp, rows, p.ip),
          nullptr,
          (float*)scratch(-1, kDots, rows * panels(l.intermediate) * 4)};
-  if (lora.any()) p.pack_factors(saved == nullptr, true);
   if (!saved) {
     bf16* again = p.shared(kSaved, rows, 2 * l.intermediate);
     p.gate_up(nullptr, nullptr, again);
@@ -288,7 +281,7 @@ void moe_backward(const Layer& l, const Batch& b, const Lora& lora, const bf16* 
   std::vector<Route> waves = routing.waves(kWaveRows);
   for (Route& wave : waves) {
     const int64_t first = wave.first_row;
-    const Columns dx = columns_of(g.dx, b.tokens * l.hidden, first == 0, &wave == &waves.back());
+    const Columns dx = columns_of(g.dx, b.tokens, l.hidden, first == 0, &wave == &waves.back());
     Plan p(l, b, lora, std::move(wave));
     backward_wave(p, dy, saved ? saved + first * 2 * l.intermediate : nullptr, g, want_lora, dx);
   }

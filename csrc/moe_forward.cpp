@@ -1,4 +1,4 @@
-// Forward: [LoRA factors] -> gate, up, h -> [low-rank input of down] -> down by column blocks.
+// Forward: gate, up, h -> [low-rank input of down] -> down by column blocks.
 #include <algorithm>
 
 #include "moe_sum.h"
@@ -36,7 +36,7 @@ struct DownSum {
   }
   bool adapts() const { return t; }
   void adapt(int w, int64_t e, int64_t i, int64_t m, int64_t u, float* c) const {
-    p.add_low_rank(w, t + i * p.rp[kDown], p.rp[kDown], m, p.factor(e, kDown).b, 2 * u, width(u),
+    p.add_low_rank(w, t + i * p.rp[kDown], p.rp[kDown], m, p.factor(e, kDown, kB), 2 * u, width(u),
                    true, c);
   }
   void begin(int64_t e, int64_t u) const {
@@ -47,7 +47,6 @@ struct DownSum {
 };
 
 void forward_wave(Plan& p, const Quantized* x, const Columns& out, bf16* saved) {
-  if (p.lora.any()) p.pack_factors(true, false);
   bf16* h = p.shared(kH, p.route.rows(), p.ip);
   p.gate_up(x, h, saved);
   std::vector<Quantized> codes;
@@ -75,8 +74,7 @@ void moe_forward(const Layer& l, const Batch& b, const Lora& lora, bool int8, co
   std::vector<Route> waves = routing.waves(kWaveRows);
   for (Route& wave : waves) {
     const int64_t first = wave.first_row;
-    const Columns columns =
-        columns_of(out, b.tokens * l.hidden, first == 0, &wave == &waves.back());
+    const Columns columns = columns_of(out, b.tokens, l.hidden, first == 0, &wave == &waves.back());
     Plan p(l, b, lora, std::move(wave));
     if (int8 && !first) x = p.quantize(kXCodes, kGate, b.x, l.hidden, b.tokens);
     forward_wave(p, int8 ? &x[0] : nullptr, columns,

@@ -65,7 +65,7 @@ bool pack_matrix(const Layer& l, int64_t expert, int projection, const void* src
     const auto* from = (const uint8_t*)src + first * size_of(t);
     parallel((count + step - 1) / step, [&](int64_t i, int w) {
       if (!k.pack(from, t, ld, 1, s, i * step, min64(count, (i + 1) * step),
-                  l.data + slice.matrix(expert, projection), scratch(w, kRows, pack_scratch(s))))
+                  l.data + slice.matrix(expert, projection), scratch(w, kRows, pack_scratch(s.kp))))
         finite = false;
     });
   }
@@ -102,7 +102,7 @@ Plan::Plan(const Layer& layer, const Batch& b, const Lora& lo, Route wave)
       ip(round_up(layer.intermediate, kBlock)),
       slices(slices_of(layer)),
       owners(slice_owners(layer.slices)) {
-  for (int p = 0; p < 3; ++p) rp[p] = transient_shape(0, lo.r[p]).kp;
+  for (int p = 0; p < 3; ++p) rp[p] = padded_rank(lo.r[p]);
 }
 
 void* Plan::panels(int w) const {
@@ -127,65 +127,49 @@ Rows Plan::dropped(int w, int p, int64_t first, const bf16* src, int64_t ld, con
   return rows_of(w, kSmall, tmp, kp, nullptr, m, kp, kp);
 }
 
-void Plan::pack_factors(bool forward, bool backward) {
-  factors.resize(size_t(route.active() * 3));
-  struct Job {
-    Packed* out;
-    const void* src;
-    int64_t rs, cs, n, k, offset;
-  };
-  std::vector<Job> jobs;
-  int64_t total = 0;
-  auto add = [&](Packed& out, const void* src, int64_t first, int64_t rs, int64_t cs, int64_t n,
-                 int64_t kk) {
-    const int64_t size = size_of(lora.type);
-    jobs.push_back({&out, (const uint8_t*)src + first * size, rs, cs, n, kk, total});
-    total += round_up(matrix_bytes(transient_shape(n, kk), kb.bits, kb.scaled), kAlign);
-  };
-  for (int64_t i = 0; i < route.active(); ++i)
-    for (int p = 0; p < 3; ++p) {
-      int64_t r = lora.r[p], in = l.cols(p), out = l.rows(p), e = route.expert[size_t(i)];
-      if (!r) continue;
-      Factors& f = factors[size_t(i * 3 + p)];
-      add(f.a, lora.a[p], e * r * in, in, 1, r, in);
-      if (forward) add(f.b, lora.b[p], e * out * r, r, 1, out, r);
-      if (backward) add(f.at, lora.a[p], e * r * in, 1, in, in, r);
-      if (backward) add(f.bt, lora.b[p], e * out * r, 1, r, r, out);
-    }
-  auto* base = (uint8_t*)scratch(-1, kFactors, total);
-  parallel(int64_t(jobs.size()), [&](int64_t i, int w) {
-    const Job& j = jobs[size_t(i)];
-    Shape s = transient_shape(j.n, j.k);
-    *j.out = {base + j.offset, s};
-    kb.pack(j.src, lora.type, j.rs, j.cs, s, 0, kt::panels(s.n), base + j.offset,
-            scratch(w, kRows, pack_scratch(s)));
-  });
+Matrix Plan::factor(int64_t active, int p, Side side) const {
+  const int64_t r = lora.r[p], in = l.cols(p), out = l.rows(p), e = route.expert[size_t(active)],
+                size = size_of(lora.type);
+  const auto* a = (const uint8_t*)lora.a[p] + e * r * in * size;
+  const auto* b = (const uint8_t*)lora.b[p] + e * out * r * size;
+  switch (side) {
+    case kA:
+      return {a, lora.type, in, 1, r, in};
+    case kAT:
+      return {a, lora.type, 1, in, in, r};
+    case kB:
+      return {b, lora.type, r, 1, out, r};
+    default:
+      return {b, lora.type, 1, r, r, out};
+  }
 }
 
-void Plan::project(int w, const Rows& a, const Packed& f, float scale, int64_t first, bf16* plain,
+void Plan::multiply(int w, const Rows& a, const Matrix& f, int64_t panel, int count, bool add,
+                    float* c) const {
+  kb.nt_of(a, f, panel, count, add, c, panels(w),
+           scratch(w, kFactor, pack_scratch(padded_rank(f.k))));
+}
+
+void Plan::project(int w, const Rows& a, const Matrix& f, float scale, int64_t first, bf16* plain,
                    bf16* weighted, int64_t ld) const {
-  const Packed* two[2] = {&f, &f};
-  int64_t count = kt::panels(f.shape.n);
+  const int64_t count = kt::panels(f.n);
   for (int64_t p = 0; p < count; p += 2) {
-    int64_t at[2] = {p, p + 1};
-    kb.nt(a, two, at, p + 1 < count ? 2 : 1, false, c(w, kC2), panels(w));
+    multiply(w, a, f, p, p + 1 < count ? 2 : 1, false, c(w, kC2));
     for (bf16* dst : {plain, weighted})
       if (dst)
-        kb.narrow_rows(c(w, kC2), a.m, min64(kCols, f.shape.n - p * kPanel), scale,
+        kb.narrow_rows(c(w, kC2), a.m, min64(kCols, f.n - p * kPanel), scale,
                        dst == weighted ? route.weight.data() + first : nullptr, dst + p * kPanel,
                        ld);
   }
   for (bf16* dst : {plain, weighted})
     for (int64_t i = 0; dst && i < a.m; ++i)
-      std::fill(dst + i * ld + f.shape.n, dst + (i + 1) * ld, bf16(0));
+      std::fill(dst + i * ld + f.n, dst + (i + 1) * ld, bf16(0));
 }
 
-void Plan::add_low_rank(int w, const bf16* t, int64_t ld, int64_t m, const Packed& f, int64_t panel,
+void Plan::add_low_rank(int w, const bf16* t, int64_t ld, int64_t m, const Matrix& f, int64_t panel,
                         int count, bool add, float* c) const {
-  const Packed* two[2] = {&f, &f};
-  int64_t at[2] = {panel, panel + 1};
-  kb.nt(rows_of(w, kSmall, t, ld, nullptr, m, f.shape.kp, f.shape.kp), two, at, count, add, c,
-        panels(w));
+  const int64_t kp = padded_rank(f.k);
+  multiply(w, rows_of(w, kSmall, t, ld, nullptr, m, kp, kp), f, panel, count, add, c);
 }
 
 void Plan::low_rank_in(int w, int64_t active, std::initializer_list<int> ps, const bf16* src,
@@ -197,13 +181,13 @@ void Plan::low_rank_in(int w, int64_t active, std::initializer_list<int> ps, con
                Rows a{};
                for (int p : ps) {
                  if (!lora.r[p]) continue;
-                 const int64_t in = l.cols(p), kp = factor(active, p).a.shape.kp;
+                 const int64_t in = l.cols(p), kp = padded_rank(in);
                  if (lora.dropout > 0)
                    a = dropped(w, p, i, from, ld, ids, m, in, kp);
                  else if (!a.a)
                    a = rows_of(w, kRows, from, ld, ids, m, in, kp);
                  bf16* dst = t[p] + i * rp[p];
-                 project(w, a, factor(active, p).a, lora.scaling[p], i, weighted ? nullptr : dst,
+                 project(w, a, factor(active, p, kA), lora.scaling[p], i, weighted ? nullptr : dst,
                          weighted ? dst : nullptr, rp[p]);
                }
              });
@@ -310,7 +294,7 @@ void Plan::gate_up_rows(int w, const Quantized* x, bf16* const* t, bool along, i
         : BaseRows{false, rows_of(w, kRows, batch.x, l.hidden, ids, m, l.hidden, hp), {}};
   for (int q : {kGate, kUp})
     if (along && lora.r[q])
-      project(w, a.plain, factor(e, q).a, lora.scaling[q], i, t[q] + i * rp[q], nullptr, rp[q]);
+      project(w, a.plain, factor(e, q, kA), lora.scaling[q], i, t[q] + i * rp[q], nullptr, rp[q]);
   for (int64_t p = p0; p < p1; ++p) {
     const Slice& s = slice_of(p * kPanel);
     const Packed gate = weight(expert, kGate, s), up = weight(expert, kUp, s);
@@ -319,7 +303,8 @@ void Plan::gate_up_rows(int w, const Quantized* x, bf16* const* t, bool along, i
     base_nt(w, a, both, at, 2, c(w));
     for (int q : {kGate, kUp})
       if (lora.r[q])
-        add_low_rank(w, t[q] + i * rp[q], rp[q], m, factor(e, q).b, p, 1, true, c(w) + q * kPanel);
+        add_low_rank(w, t[q] + i * rp[q], rp[q], m, factor(e, q, kB), p, 1, true,
+                     c(w) + q * kPanel);
     bf16* to = saved ? saved + i * 2 * I + p * kPanel : nullptr;
     k.gate_forward(l.act, c(w), m, cols, to, to ? to + I : nullptr, 2 * I,
                    h ? h + i * ip + p * kPanel : nullptr, ip);

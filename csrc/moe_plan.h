@@ -1,5 +1,5 @@
-// What forward and backward share: the operands of a call, LoRA factors packed for the call, and
-// the stage helpers. Everything here lives for one call only.
+// What forward and backward share: the operands of a call, and the stage helpers. Everything here
+// lives for one call only.
 #pragma once
 #include <algorithm>
 #include <vector>
@@ -21,6 +21,7 @@ enum Slot {
   kAcc,
   kDropped,
   kAt,
+  kFactor,
   kH,
   kSaved,
   kGateT,
@@ -33,7 +34,6 @@ enum Slot {
   kDGate,
   kDUp,
   kDots,
-  kFactors,
   kXCodes,
   kHCodes,
   kCodes,
@@ -51,10 +51,8 @@ struct BaseRows {  // operand A of a product with base weights, in either comput
   Quantized codes;
 };
 
-struct Factors {  // one projection of one expert
-  Packed a, b;    // A [r, in], B [out, r] as weights of nt
-  Packed at, bt;  // A^T [in, r], B^T [r, out], for backward
-};
+// A LoRA factor as weights of nt: A [r, in], B [out, r]; A^T [in, r], B^T [r, out] for backward.
+enum Side { kA, kAT, kB, kBT };
 
 struct Plan {
   const Layer& l;
@@ -65,9 +63,8 @@ struct Plan {
   Route route;     // the wave this plan is for
   int64_t hp, ip;  // hidden, intermediate padded to kBlock
   std::vector<Slice> slices;
-  std::vector<int64_t> owners;     // node i works with slices [owners[i], owners[i + 1])
-  int64_t rp[3];                   // LoRA ranks padded
-  std::vector<Factors> factors{};  // [active][3]
+  std::vector<int64_t> owners;  // node i works with slices [owners[i], owners[i + 1])
+  int64_t rp[3];                // LoRA ranks padded
 
   Plan(const Layer& layer, const Batch& b, const Lora& lo, Route wave);
 
@@ -82,7 +79,6 @@ struct Plan {
   }
   bool on_nodes() const { return owners.size() > 2; }
   int64_t threads_of(size_t node) const { return on_nodes() ? node_threads(node) : threads(); }
-  const Factors& factor(int64_t active, int p) const { return factors[size_t(active * 3 + p)]; }
   DropKey key(int p) const { return {p, lora.dropout}; }
 
   float* c(int w, Slot s = kC) const { return (float*)scratch(w, s, kRowBlock * kCols * 4); }
@@ -112,14 +108,17 @@ struct Plan {
   Rows dropped(int w, int p, int64_t first, const bf16* src, int64_t ld, const int32_t* ids,
                int64_t m, int64_t kk, int64_t kp) const;
 
-  // forward: A and B; backward: A and both transposes.
-  void pack_factors(bool forward, bool backward);
+  // Of projection p of an active expert, where it lies.
+  Matrix factor(int64_t active, int p, Side side) const;
+  // C (+)= A F^T for `count` panels of a factor, from `panel` on.
+  void multiply(int w, const Rows& a, const Matrix& f, int64_t panel, int count, bool add,
+                float* c) const;
   // bf16(scale * A W^T), the narrow product with a LoRA factor, rows [0, a.m) of `plain`; of
   // `weighted` with the rows' routing weights (either may be null). One rounding each.
-  void project(int w, const Rows& a, const Packed& f, float scale, int64_t first, bf16* plain,
+  void project(int w, const Rows& a, const Matrix& f, float scale, int64_t first, bf16* plain,
                bf16* weighted, int64_t ld) const;
   // C (+)= t factor^T for panel pair at column `col` (one panel when `single`).
-  void add_low_rank(int w, const bf16* t, int64_t ld, int64_t m, const Packed& f, int64_t panel,
+  void add_low_rank(int w, const bf16* t, int64_t ld, int64_t m, const Matrix& f, int64_t panel,
                     int count, bool add, float* c) const;
 
   // T_p = scaling * (mask o in) A^T for all rows of one active expert, times the routing weights if
@@ -166,37 +165,32 @@ struct ColumnTasks {
   }
 };
 
-// Where the columns of a Sum lie in one wave, [tokens][hidden] each: the sum of the waves before
-// (null in the first), and this wave's, rounded in the last one if it is not null.
+// Where a stage's sums are while waves add to them, and where they go after the last one. They are
+// kept by units of 32 columns, [units][tokens][32]: a unit's rows lie side by side.
 struct Columns {
-  const float* from;
-  float* to;
-  bf16* rounded;
-  Columns past(int64_t values) const {
-    return {from ? from + values : nullptr, to ? to + values : nullptr,
-            rounded ? rounded + values : nullptr};
+  float* kept;  // null: one wave only, so a worker's scratch holds what it works on
+  bool first, last;
+  Sum out;
+  // Tokens [t0, ..) of unit u, in `kept` or else in `own`; zero in the first wave.
+  float* begin(float* own, int64_t tokens, int64_t u, int64_t t0, int64_t values) const {
+    float* acc = kept ? kept + (u * tokens + t0) * kCols : own;
+    if (first) std::fill_n(acc, values, 0.f);
+    return acc;
+  }
+  void end(const Kernel& k, const float* acc, int64_t hidden, int64_t u, int64_t t0,
+           int64_t n) const {
+    const int64_t at = t0 * hidden + u * kCols, cols = min64(kCols, hidden - u * kCols);
+    if (!last) return;
+    if (out.rounded) k.narrow_rows(acc, n, cols, 1.f, nullptr, out.rounded + at, hidden);
+    if (out.whole)
+      for (int64_t t = 0; t < n; ++t)
+        std::copy_n(acc + t * kCols, cols, out.whole + at + t * hidden);
   }
 };
-inline Columns columns_of(const Sum& sum, int64_t values, bool first, bool last) {
-  float* to = sum.whole;
-  if (!to && !(first && last)) to = (float*)scratch(-1, kCarry, values * 4);
-  return {first ? nullptr : to, to, last ? sum.rounded : nullptr};
-}
-// acc [tokens][cols] = columns [col, col + cols) of `from` [tokens][ld], or zero without it.
-inline void begin_columns(float* acc, int64_t tokens, int64_t cols, const float* from, int64_t ld,
-                          int64_t col) {
-  if (!from) return (void)std::fill(acc, acc + tokens * cols, 0.f);
-  for (int64_t r = 0; r < tokens; ++r)
-    std::copy_n(from + r * ld + col, min64(cols, ld - col), acc + r * cols);
-}
-inline void end_columns(const Kernel& k, const float* acc, int64_t tokens, int64_t cols,
-                        const Columns& out, int64_t ld, int64_t col) {
-  const int64_t n = min64(cols, ld - col);
-  for (int64_t r = 0; r < tokens; ++r)
-    if (out.rounded)
-      k.narrow_rows(acc + r * cols, 1, n, 1.f, nullptr, out.rounded + r * ld + col, ld);
-    else
-      std::copy_n(acc + r * cols, n, out.to + r * ld + col);
+inline Columns columns_of(const Sum& sum, int64_t tokens, int64_t hidden, bool first, bool last) {
+  const bool one = first && last;
+  const int64_t values = tokens * round_up(hidden, kCols);
+  return {one ? nullptr : (float*)scratch(-1, kCarry, values * 4), first, last, sum};
 }
 
 // f(block begin, rows) over [begin, end) in blocks of nearly equal height, kRowBlock at most.

@@ -38,29 +38,29 @@ void sum_row_block(const Plan& p, const S& s, int w, const typename S::Operand& 
   p.k.add_rows(part, m, c);
 }
 
-// Column blocks per task where one task converts the rows of all experts: of those that keep acc
-// within an L2 cache (8 blocks of 1,024 tokens are 1 MB), what gets done first when converting the
-// rows costs a sixth of a block. Few rows cost next to nothing: more tasks, to steal from.
+// Column blocks per task where one task converts the rows of all experts: of up to 16, what gets
+// done first when converting the rows costs half a block (it writes more than an L2 cache holds
+// beside the sums). Few rows cost next to nothing: more tasks, to steal from.
 inline int64_t units_per_sum(int64_t units, int64_t rows, int64_t threads) {
   if (rows <= 64) return min64(8, units_per_task(units, 1, rows, threads));
-  auto sixths = [&](int64_t n) {  // of the thread that has most
-    return ((units + n - 1) / n + threads - 1) / threads * (6 * n + 1);
+  auto halves = [&](int64_t n) {  // of the thread that has most
+    return ((units + n - 1) / n + threads - 1) / threads * (2 * n + 1);
   };
   int64_t best = 1;
-  for (int64_t n = 2; n <= 9; ++n)
-    if (sixths(n) < sixths(best)) best = n;
+  for (int64_t n = 2; n <= 16; ++n)
+    if (halves(n) < halves(best)) best = n;
   return best;
 }
 
 template <class S>
 void sum_on_one_node(const Plan& p, const S& s, const Columns& out) {
   const int64_t H = p.l.hidden, tokens = p.batch.tokens, units = (H + kCols - 1) / kCols,
-                step = units_per_sum(units, p.route.rows(), threads());
+                step = units_per_sum(units, p.route.rows(), threads()), block = tokens * kCols;
   parallel((units + step - 1) / step, [&](int64_t task, int w) {
-    const int64_t u0 = task * step, u1 = min64(units, u0 + step), ld = (u1 - u0) * kCols;
-    auto* acc = (float*)scratch(w, kAcc, tokens * ld * 4);
+    const int64_t u0 = task * step, u1 = min64(units, u0 + step), values = (u1 - u0) * block;
+    auto* own = out.kept ? nullptr : (float*)scratch(w, kAcc, values * 4);
+    float* acc = out.begin(own, tokens, u0, 0, values);
     p.weights.calls->fetch_add(1, std::memory_order_relaxed);
-    begin_columns(acc, tokens, ld, out.from, H, u0 * kCols);
     for (int64_t e = 0; e < p.route.active(); ++e) {
       s.begin(e, u0);
       row_blocks(p.route.start[size_t(e)], p.route.start[size_t(e) + 1], [&](int64_t i, int64_t m) {
@@ -69,11 +69,11 @@ void sum_on_one_node(const Plan& p, const S& s, const Columns& out) {
           float* c = p.c(w);
           sum_row_block(p, s, w, a, e, i, m, u, c);
           p.k.scatter(c, m, p.route.token.data() + i, s.weight() ? s.weight() + i : nullptr,
-                      acc + (u - u0) * kCols, ld);
+                      acc + (u - u0) * block, kCols);
         }
       });
     }
-    end_columns(p.k, acc, tokens, ld, out, H, u0 * kCols);
+    for (int64_t u = u0; u < u1; ++u) out.end(p.k, acc + (u - u0) * block, H, u, 0, tokens);
   });
 }
 
@@ -147,17 +147,16 @@ void add_on_nodes(const Plan& p, const S& s, const Partial& part, int64_t u0, in
   const auto token = p.route.token.begin();
   parallel(n * blocks, [&](int64_t task, int w) {
     const int64_t u = task / blocks, t0 = task % blocks * block, t1 = min64(tokens, t0 + block),
-                  col = (u0 + u) * kCols;
-    auto* acc = (float*)scratch(w, kAcc, (t1 - t0) * kCols * 4);
-    const Columns mine = out.past(t0 * H);
-    begin_columns(acc, t1 - t0, kCols, mine.from, H, col);
+                  values = (t1 - t0) * kCols;
+    auto* own = out.kept ? nullptr : (float*)scratch(w, kAcc, values * 4);
+    float* acc = out.begin(own, tokens, u0 + u, t0, values);
     for (int64_t e = 0; e < p.route.active(); ++e) {
       const auto from = token + p.route.start[size_t(e)], to = token + p.route.start[size_t(e) + 1];
       row_blocks(
           std::lower_bound(from, to, t0) - token, std::lower_bound(from, to, t1) - token,
           [&](int64_t i, int64_t m) { add_summands(p, part, w, i, m, u, s.weight(), t0, acc); });
     }
-    end_columns(p.k, acc, t1 - t0, kCols, mine, H, col);
+    out.end(p.k, acc, H, u0 + u, t0, t1 - t0);
   });
 }
 

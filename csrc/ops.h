@@ -5,7 +5,7 @@
 // same multiply-add. silu(x) = x * (1 / (1 + exp(-x))), whose second factor its derivative needs
 // too, is then exact in the limits: silu(200) = 200, silu(-200) = -0.
 #pragma once
-#include "kernel.h"
+#include "pack.h"
 
 namespace kt {
 namespace {
@@ -149,6 +149,32 @@ struct Ops {
         *(f32*)(p + j) = I::fma(w, *(const f32*)(c + j), *(f32*)(p + j));
     }
   }
+
+  // One block of a gradient: `count` values to or onto those at `out`.
+  KT_OP void put(f32 v, int64_t count, bool onto, float* out) {
+    if (count >= L && !onto && (uintptr_t)out % sizeof(f32) == 0) return I::stream(out, v);
+    if (count >= L) return (void)(*(f32*)out = onto ? *(f32*)out + v : v);
+    for (int64_t j = 0; j < count; ++j) out[j] = onto ? out[j] + v[j] : v[j];
+  }
+  static void put_block(const float* c, int64_t m, int64_t cols, bool transposed, bool onto,
+                        float* out, int64_t ld) {
+    if (!transposed) {
+      for (int64_t i = 0; i < m; ++i, c += kCols, out += ld)
+        for (int64_t j = 0; j < cols; j += L) put(*(const f32*)(c + j), cols - j, onto, out + j);
+      return;
+    }
+    for (int64_t j = 0; j < cols; j += L)
+      for (int64_t i = 0; i < m; i += L) {
+        u32 square[L];
+        for (int64_t a = 0; a < L; ++a)
+          square[a] = i + a < m ? *(const u32*)(c + (i + a) * kCols + j) : u32{};
+        transpose_squares(square);
+        for (int64_t a = 0; a < min64(L, cols - j); ++a)
+          put((f32)square[a], m - i, onto, out + (j + a) * ld + i);
+      }
+  }
+
+  static void settle() { I::settle(); }
 
   static void add_rows(const float* src, int64_t m, float* c) {
     for (int64_t j = 0; j < m * kCols; j += L) *(f32*)(c + j) += *(const f32*)(src + j);

@@ -71,79 +71,101 @@ struct Packing {
     return t == DType::kF32 ? *(const f32*)((const float*)src + at)
                             : I::load_bf16((const bf16*)src + at);
   }
-  // A panel of a matrix that is transposed in memory: no value has to be moved between lanes.
-  KT_OP f32 pack_across(const void* src, DType t, int64_t cs, const Shape& s, int64_t channel,
-                        uint8_t* line) {
+  // -- rounding to bf16: put(i, j, pairs) gets pair i of k of channels [L j, L j + L) of a panel
+  // ---- A matrix that is transposed in memory: no value has to be moved between lanes. Those of
+  // the next two panels are asked for, since rows lie far apart.
+  template <class Put>
+  KT_OP f32 round_across(const Matrix& w, int64_t channel, int64_t kp, Put put) {
     f32 bad = {};
     bf16 half[2][L];
-    for (int64_t k = 0; k < s.kp; k += 2, line += kAlign)
+    for (int64_t k = 0; k < kp; k += 2)
       for (int j = 0; j < V; ++j) {
         for (int64_t x = 0; x < 2; ++x) {
           f32 v = {};
-          if (k + x < s.k) v = load_channels(src, t, channel + j * L + (k + x) * cs);
+          if (k + x < w.k) {
+            const int64_t at = channel + j * L + (k + x) * w.cs;
+            v = load_channels(w.src, w.type, at);
+            __builtin_prefetch((const uint8_t*)w.src + (at + kCols) * size_of(w.type), 0, 2);
+          }
           bad += v - v;
           I::store_bf16(half[x], v);
         }
-        *(u32*)(line + j * L * 4) = (u32)I::load_bf16(half[0]) >> 16 | (u32)I::load_bf16(half[1]);
+        put(k / 2, j, (u32)I::load_bf16(half[0]) >> 16 | (u32)I::load_bf16(half[1]));
       }
     return bad;
   }
-  // Row n of src as bf16, zero up to kp; NaN in `bad` if any value is not finite.
-  KT_OP void pack_row(const void* src, DType t, int64_t n, int64_t rs, int64_t cs, const Shape& s,
-                      float* v, bf16* code, f32& bad, float& odd) {
-    if (n >= s.n) return (void)__builtin_memset(code, 0, size_t(s.kp) * 2);
-    const float* row = v;
-    if (t == DType::kF32 && cs == 1 && s.k == s.kp)
-      row = (const float*)src + n * rs;
-    else
-      load_row(src, t, n * rs, cs, s, v);
+  // `count` values as bf16; NaN in `bad` or `odd` if any is not finite.
+  KT_OP void round_values(const float* v, int64_t count, bf16* code, f32& bad, float& odd) {
     int64_t k = 0;
-    for (; k + L <= s.kp; k += L) {
-      const f32 x = *(const f32*)(row + k);
+    for (; k + L <= count; k += L) {
+      const f32 x = *(const f32*)(v + k);
       bad += x - x;
       I::store_bf16(code + k, x);
     }
-    for (; k < s.kp; ++k) odd += row[k] - row[k], code[k] = narrow(row[k]);
+    for (; k < count; ++k) odd += v[k] - v[k], code[k] = narrow(v[k]);
   }
-  // 16 rows of kp bf16 as the lines of a panel.
-  KT_OP void pack_lines(const bf16* code, int64_t kp, uint8_t* line) {
+  // The 16 rows of panel p as bf16 [16][kp], zero beyond the matrix.
+  KT_OP void round_rows(const Matrix& w, int64_t p, int64_t kp, float* v, bf16* code, f32& bad,
+                        float& odd) {
+    const bool fp32 = w.type == DType::kF32 && w.cs == 1 && w.k == kp;
+    if (fp32 && w.rs == kp && (p + 1) * kPanel <= w.n)  // one run of values
+      return round_values((const float*)w.src + p * kPanel * kp, kPanel * kp, code, bad, odd);
+    for (int64_t r = 0; r < kPanel; ++r, code += kp) {
+      const int64_t n = p * kPanel + r;
+      if (n >= w.n) {
+        __builtin_memset(code, 0, size_t(kp) * 2);
+        continue;
+      }
+      if (!fp32) load_row(w.src, w.type, n * w.rs, w.cs, {w.n, w.k, kp, 0}, v);
+      round_values(fp32 ? (const float*)w.src + n * w.rs : v, kp, code, bad, odd);
+    }
+  }
+  // Reads up to a vector past [16][kp].
+  template <class Put>
+  KT_OP void put_rows(const bf16* code, int64_t kp, Put put) {
     const auto* from = (const uint32_t*)code;
     const int64_t count = kp / 2;
-    int64_t i = 0;
-    for (; i + L <= count; i += L, line += L * kAlign)
+    for (int64_t i = 0; i < count; i += L)
       for (int j = 0; j < V; ++j) {
         u32 square[L];
         for (int a = 0; a < L; ++a) square[a] = *(const u32*)(from + (j * L + a) * count + i);
         transpose_squares(square);
-        for (int a = 0; a < L; ++a) *(u32*)(line + a * kAlign + j * L * 4) = square[a];
+        for (int64_t a = 0; a < min64(L, count - i); ++a) put(i + a, j, square[a]);
       }
-    for (; i < count; ++i, line += kAlign)
-      for (int64_t r = 0; r < kPanel; ++r) ((uint32_t*)line)[r] = from[r * count + i];
   }
-  // Formats without scales: LoRA factors are packed anew in every call, so this one is fast.
-  static bool pack_plain(const void* src, DType t, int64_t rs, int64_t cs, const Shape& s,
-                         int64_t p0, int64_t p1, uint8_t* dst, void* scratch) {
-    float* v = (float*)scratch;
-    bf16* code = (bf16*)(v + s.kp);
+  // Panel p of w; false if a value is not finite. scratch: pack_scratch() bytes.
+  template <class Put>
+  KT_OP bool round_panel(const Matrix& w, int64_t p, int64_t kp, void* scratch, Put put) {
     f32 bad = {};
     float odd = 0;
-    for (int64_t p = p0; p < p1; ++p) {
-      uint8_t* line = dst + p * panel_bytes(s, F::bits, F::scaled);
-      if (rs == 1 && t != DType::kF16 && (p + 1) * kPanel <= s.n) {
-        bad += pack_across(src, t, cs, s, p * kPanel, line);
-        continue;
-      }
-      for (int64_t r = 0; r < kPanel; ++r)
-        pack_row(src, t, p * kPanel + r, rs, cs, s, v, code + r * s.kp, bad, odd);
-      pack_lines(code, s.kp, line);
+    if (w.rs == 1 && w.type != DType::kF16 && (p + 1) * kPanel <= w.n) {
+      bad = round_across(w, p * kPanel, kp, put);
+    } else {
+      float* v = (float*)scratch;
+      bf16* code = (bf16*)(v + kp);
+      round_rows(w, p, kp, v, code, bad, odd);
+      put_rows(code, kp, put);
     }
     for (int e = 0; e < L; ++e) odd += bad[e];
     return odd == 0;
   }
+  // Formats without scales.
+  static bool pack_plain(const Matrix& w, const Shape& s, int64_t p0, int64_t p1, uint8_t* dst,
+                         void* scratch) {
+    bool finite = true;
+    for (int64_t p = p0; p < p1; ++p) {
+      uint8_t* line = dst + p * panel_bytes(s, F::bits, F::scaled);
+      finite &= round_panel(w, p, s.kp, scratch, [&](int64_t i, int j, u32 pairs) {
+        *(u32*)(line + i * kAlign + j * L * 4) = pairs;
+      });
+    }
+    return finite;
+  }
 
   static bool pack(const void* src, DType t, int64_t rs, int64_t cs, const Shape& s, int64_t p0,
                    int64_t p1, uint8_t* dst, void* scratch) {
-    if constexpr (!F::scaled) return pack_plain(src, t, rs, cs, s, p0, p1, dst, scratch);
+    if constexpr (!F::scaled)
+      return pack_plain({src, t, rs, cs, s.n, s.k}, s, p0, p1, dst, scratch);
     constexpr int per_line = 2 * F::pairs;
     const int64_t step = F::scaled ? group_size(s) : s.kp;
     float* v = (float*)scratch;

@@ -32,8 +32,15 @@ struct Packed {
 KT_OP Shape stored_shape(int64_t n, int64_t k, int64_t group) {
   return {n, k, round_up(k, kBlock), group};
 }
-// Short-lived operands (LoRA factors): r = 8 must not cost 32.
-KT_OP Shape transient_shape(int64_t n, int64_t k) { return {n, k, round_up(k, 8), 0}; }
+
+// A matrix [n, k] as it lies in memory, such as a LoRA factor: element (i, j) at src[i*rs + j*cs].
+struct Matrix {
+  const void* src;
+  DType type;
+  int64_t rs, cs, n, k;
+};
+// Reduction lengths of LoRA factors are padded to this: r = 8 must not cost kBlock.
+KT_OP int64_t padded_rank(int64_t k) { return round_up(k, 8); }
 
 KT_OP int64_t panels(int64_t n) { return (n + kPanel - 1) / kPanel; }
 KT_OP int64_t group_size(const Shape& s) { return s.group ? s.group : s.kp; }
@@ -48,7 +55,7 @@ KT_OP int64_t matrix_bytes(const Shape& s, int bits, bool scaled) {
   return panels(s.n) * panel_bytes(s, bits, scaled);
 }
 
-// Of Kernel::pack: a row in fp32, and a panel's rows as codes.
-KT_OP int64_t pack_scratch(const Shape& s) { return s.kp * (4 + 2 * kPanel); }
+// Of Kernel::pack: a row in fp32, a panel's rows as codes, a vector that is read past them.
+KT_OP int64_t pack_scratch(int64_t kp) { return kp * (4 + 2 * kPanel) + kAlign; }
 
 }  // namespace kt

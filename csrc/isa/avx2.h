@@ -38,6 +38,8 @@ struct Isa_avx2 : ByteLanes<8> {
   KT_OP f32 load_bf16(const bf16* p) {
     return (f32)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16);
   }
+  KT_OP void stream(float* p, f32 v) { _mm256_stream_ps(p, (__m256)v); }
+  KT_OP void settle() { _mm_sfence(); }
   KT_OP f32 load_bytes(const uint8_t* p) {
     return (f32)_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadu_si64(p)));
   }

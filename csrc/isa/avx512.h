@@ -19,9 +19,16 @@ struct Isa_avx512 : ByteLanes<16> {
   KT_OP f32 fma(f32 a, f32 b, f32 c) {
     return (f32)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
   }
+  // In asm: with another form than this one gcc keeps one of the tile's 24 sums in memory.
+  KT_OP f32 madd(f32 c, const A* a, const Part& w, int step, auto) {
+    asm("vfmadd231ps %1, %2, %0" : "+v"(c) : "v"(w), "v"(splat(a[step])));
+    return c;
+  }
   KT_OP f32 load_bf16(const bf16* p) {
     return (f32)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16);
   }
+  KT_OP void stream(float* p, f32 v) { _mm512_stream_ps(p, (__m512)v); }
+  KT_OP void settle() { _mm_sfence(); }
   KT_OP f32 load_bytes(const uint8_t* p) {
     return (f32)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)));
   }

@@ -35,6 +35,7 @@ struct Isa_avx512_bf16 : Isa_avx512_vnni {
   KT_OP void store_a(A* p, const bf16* src) { __builtin_memcpy(p, src, 32); }
   KT_OP A a_of(bf16 x) { return x; }
   KT_OP B line(u32 pair) { return {pair}; }
+  KT_OP B zip(f32 lo, f32 hi) { return {(u32)lo >> 16 | (u32)hi}; }
   KT_OP u32 pair_of(const B& b) { return b.pair; }
   KT_OP f32 lo_of(const B& b) { return lo(b.pair); }
   KT_OP f32 hi_of(const B& b) { return hi(b.pair); }
