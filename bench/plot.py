@@ -19,6 +19,7 @@ def roofline(source: Path, target: Path) -> None:
     intensity = [2.0**e for e in range(-2, 12)]
     for label, peak in (
         ("bf16", "bf16_gflops"),
+        ("fp32", "fp32_gflops"),
         ("int8", "int8_gops"),
         ("fp32 AVX2", "fp32_avx2_gflops"),
     ):

@@ -257,8 +257,9 @@ def test_too_little_memory_is_warned_of(root, caplog, monkeypatch):
 
 
 def test_memory_is_returned_before_the_logits_of_training_only(tmp_path, monkeypatch):
-    returned = []
+    returned, resident = [], [1 << 30]
     monkeypatch.setattr(memory, "return_freed_tensors", lambda: returned.append(True))
+    monkeypatch.setattr(memory, "resident_bytes", lambda: resident[0])
     path = cases.checkpoint(tmp_path)
     model = cases.adapted(cases.load(path))
     ids = torch.randint(3, 100, (1, 8))
@@ -266,6 +267,10 @@ def test_memory_is_returned_before_the_logits_of_training_only(tmp_path, monkeyp
     assert not returned
     model.train()(input_ids=ids, labels=ids).loss.backward()
     assert len(returned) == 1
+    for grown, times in ((255, 1), (256, 2), (256 + 255, 2), (512, 3)):  # MiB; little is kept
+        resident[0] = (1 << 30) + (grown << 20)
+        model(input_ids=ids)
+        assert len(returned) == times
     monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "1")  # a choice of the user's stands
     cases.adapted(cases.load(path)).train()(input_ids=ids)
-    assert len(returned) == 1
+    assert len(returned) == 3

@@ -21,7 +21,7 @@ from kernel_cases import (
 from reference import round_bf16
 
 from kt_core import kernels, runtime
-from kt_core.experts import PROJECTIONS, Experts
+from kt_core.experts import PROJECTIONS, Experts, Lora
 
 TIERS = sorted({k["isa"] for k in kernels() if k["usable"]})
 FORMATS = sorted({k["format"] for k in kernels()})
@@ -89,6 +89,24 @@ def test_sizes_that_divide_nothing(tier, hidden, intermediate, format):
 @pytest.mark.parametrize("rank", [1, 3, 4, 7, 8, 16, 64])
 def test_ranks(tier, rank):
     check_case(make_case(T=9, r=rank))
+
+
+@pytest.mark.parametrize("rank", [3, 8, 40])
+def test_factors_in_bf16_are_their_values(tier, rank):
+    """Same bits as from those values in fp32; gradients stay fp32."""
+    case = make_case(T=21, r=rank, H=100, I=72)
+    found = []
+    for narrow in (True, False):
+        a, b = (
+            {p: t.bfloat16() if narrow else t.bfloat16().float() for p, t in side.items()}
+            for side in (case.lora.a, case.lora.b)
+        )
+        lora = Lora(a, b, case.lora.scaling)
+        out, saved = case.layer.forward(case.x, case.index, case.weights, lora, save=True)
+        grads = case.layer.backward(case.x, case.x, case.index, case.weights, lora, saved)
+        found.append([out, grads.dx, grads.dw, *grads.a.values(), *grads.b.values()])
+    assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
+    assert found[0][-1].dtype == torch.float32
 
 
 @pytest.mark.parametrize(
