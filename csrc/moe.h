@@ -62,7 +62,6 @@ struct Lora {             // rank 0: the projection has no adapter
   DType type = DType::kF32;
   float dropout = 0;
   uint64_t seed = 0;
-  bool any() const { return r[0] || r[1] || r[2]; }
 };
 
 // Of a batch that several processes have put together: what one of them gave.

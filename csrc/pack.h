@@ -71,9 +71,11 @@ struct Packing {
     return t == DType::kF32 ? *(const f32*)((const float*)src + at)
                             : I::load_bf16((const bf16*)src + at);
   }
-  // -- rounding to bf16: put(i, j, pairs) gets pair i of k of channels [L j, L j + L) of a panel
-  // ---- A matrix that is transposed in memory: no value has to be moved between lanes. Those of
-  // the next two panels are asked for, since rows lie far apart.
+  // -- rounding to bf16 ---------------------------------------------------------------------------
+  // put(i, j, pairs) gets pair i of k of channels [L j, L j + L) of a panel.
+  //
+  // A matrix that is transposed in memory: no value has to be moved between lanes. Those of the
+  // next two panels are asked for, since rows lie far apart.
   template <class Put>
   KT_OP f32 round_across(const Matrix& w, int64_t channel, int64_t kp, Put put) {
     f32 bad = {};
