@@ -236,6 +236,13 @@ struct Driver : Across<I, F> {
       }
   }
 
+  // Pairs of a panel that are unpacked at once: a multiple of a group, small enough for unpacked
+  // lines to stay in L1 while all rows are multiplied with them.
+  KT_OP int64_t chunk_pairs(int64_t pairs, int64_t step) {
+    if constexpr (requires { I::matrix_tiles; }) return pairs;
+    return min64(pairs, max64(step, 64 / step * step));
+  }
+
   template <int P>
   static void nt_panels(const Rows& a, const Packed* const* w, const int64_t* p, bool add, float* c,
                         void* scratch) {
@@ -245,10 +252,18 @@ struct Driver : Across<I, F> {
     int64_t pairs = w[0]->shape.kp / 2, step = group_pairs(w[0]->shape);
     if (a.m <= I::few) return few_rows<P>(a, data, scale, w[0]->shape, skip_of<P>(w, p), add, c);
     auto* b = (Line<I, P>*)scratch;
-    for (int q = 0; q < P; ++q) unpack<P>(data[q], pairs, q, b);
-    const int64_t bytes = panel_bytes(w[0]->shape, F::bits, F::scaled);
-    const Ahead next{{data[0] + bytes, data[P - 1] + bytes}, 8 * kAlign};
-    dense<I, P>(a, b, scale, F::template unit<I>, pairs, step, add, next, c);
+    const int64_t ahead = panel_bytes(w[0]->shape, F::bits, F::scaled) + skip_of<P>(w, p);
+    const int64_t most = F::scaled ? chunk_pairs(pairs, step) : pairs;
+    for (int64_t from = 0; from < pairs; from += most) {
+      const int64_t n = min64(most, pairs - from), line = from / F::pairs * kAlign;
+      for (int q = 0; q < P; ++q) {
+        unpack<P>(data[q] + line, n, q, b);
+        if (from) scale[q] += most / step * kPanel;
+      }
+      const Ahead next{{data[0] + line + ahead, data[P - 1] + line + ahead}, 8 * kAlign};
+      const Rows part{(const A*)a.a + 2 * from, a.ld, a.m};
+      dense<I, P>(part, b, scale, F::template unit<I>, n, step, add || from, next, c);
+    }
   }
 
   static void nt(const Rows& a, const Packed* const* w, const int64_t* p, int count, bool add,
@@ -282,14 +297,19 @@ struct Driver : Across<I, F> {
   static void nn(const Rows& a, const Packed& w, int64_t col, bool add, float* c, void* scratch) {
     if (a.m == 0) return;
     auto* b = (Line<I, 2>*)scratch;
-    unpack_across(w, col, 0, b);
-    unpack_across(w, col + kPanel, 1, b);
     const bf16* none[2] = {};
-    int64_t pairs = panels(w.shape.n) * kPanel / 2;
-    // A panel gives 8 pairs of n and kCols / (2 F::pairs) lines to these columns and to the next.
-    const uint8_t* after = lines(w, 0) + (col + kCols) / (2 * F::pairs) * kAlign;
-    const Ahead next{{after, after + 8 * kAlign}, panel_bytes(w.shape, F::bits, F::scaled)};
-    dense<I, 2>(a, b, none, 1.f, pairs, pairs, add, next, c);
+    const int64_t count = panels(w.shape.n), most = chunk_pairs(count * kPanel / 2, 1) * 2 / kPanel;
+    const int64_t bytes = panel_bytes(w.shape, F::bits, F::scaled);
+    for (int64_t p = 0; p < count; p += most) {
+      const int64_t end = min64(count, p + most), pairs = (end - p) * kPanel / 2;
+      unpack_across(w, col, p, end, 0, b);
+      unpack_across(w, col + kPanel, p, end, 1, b);
+      // A panel gives 8 pairs of n and kCols / (2 F::pairs) lines to these columns and to the next.
+      const uint8_t* after = lines(w, p) + (col + kCols) / (2 * F::pairs) * kAlign;
+      const Ahead next{{after, after + 8 * kAlign}, bytes};
+      const Rows part{(const A*)a.a + p * kPanel, a.ld, a.m};
+      dense<I, 2>(part, b, none, 1.f, pairs, pairs, add || p, next, c);
+    }
   }
 
   static void transpose(const bf16* u, int64_t ld, int64_t m, int64_t mp, int64_t r, void* at) {

@@ -149,11 +149,12 @@ struct Lanes {
     int8_t v[4];  // order of the weight bytes: k0 k2 k1 k3
   };
   KT_OP Quad quad(const int8_t* a) { return {{a[0], a[2], a[1], a[3]}}; }
-  // N quads from 4 N codes.
-  KT_OP void quads(Quad* q, const int8_t* a) {
-    const u32 x = *(const u32*)a;
-    *(u32*)q = (x & 0xff0000ffu) | (x >> 8 & 0xff00u) | (x << 8 & 0xff0000u);
+  // Bytes k0 k1 k2 k3 of every dword in the order k0 k2 k1 k3, or back.
+  KT_OP u32 swap_middle(u32 x) {
+    return (x & 0xff0000ffu) | (x >> 8 & 0xff00u) | (x << 8 & 0xff0000u);
   }
+  // N quads from 4 N codes.
+  KT_OP void quads(Quad* q, const int8_t* a) { *(u32*)q = swap_middle(*(const u32*)a); }
   KT_OP i32 idot(i32 acc, u32 w, const Quad* q) {
     for (int i = 0; i < 4; ++i) acc += (i32)(w >> (8 * i) & 0xff) * int32_t(q->v[i]);
     return acc;

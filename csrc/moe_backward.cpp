@@ -21,11 +21,6 @@ struct Work {
   float* dots;  // [rows][panels of I]
 };
 
-template <class F>
-void per_expert(const Plan& p, F f) {
-  parallel(p.route.active(), [&](int64_t e, int w) { f(e, w); });
-}
-
 // g = scaling * dout B of m rows of one expert, from row i of the route on.
 void low_rank_out(const Plan& p, const Work& k, int w, int64_t e, int proj, const Rows& dout,
                   int64_t i) {
@@ -66,13 +61,13 @@ void gate_panels(const Plan& p, const Work& k, int w, int64_t e, const Rows& a, 
 
 void gate_stage(const Plan& p, const Work& k) {
   const int64_t I = p.l.intermediate, units = (I + kCols - 1) / kCols, tail = panels(I) * kPanel;
-  const ColumnTasks tasks(p, kCols, p.route.active());
+  const ColumnTasks tasks(p, kCols);
   const bool adapted = p.lora.r[kDown], along = tasks.whole();  // with the rows of the task
   auto dy = [&](int w, int64_t i, int64_t m) {
     return p.rows_of(w, kRows, k.dy, p.l.hidden, p.route.token.data() + i, m, p.l.hidden, p.hp);
   };
   if (adapted && !along)
-    per_expert(p, [&](int64_t e, int w) {
+    p.per_expert([&](int64_t e, int w) {
       row_blocks(p.route.start[size_t(e)], p.route.start[size_t(e) + 1],
                  [&](int64_t i, int64_t m) { low_rank_out(p, k, w, e, kDown, dy(w, i, m), i); });
     });
@@ -248,7 +243,7 @@ void backward_wave(Plan& p, const bf16* dy, const bf16* saved, const Grads& g, b
   if (want_lora && lora.r[kDown]) k.gw = p.shared(kDownW, rows, p.rp[kDown]);
   gate_stage(p, k);
   if (g.dw) router_grad(p, k, g.dw);
-  per_expert(p, [&](int64_t e, int w) {
+  p.per_expert([&](int64_t e, int w) {
     for (int q : {kGate, kUp})
       if (lora.r[q])
         row_blocks(p.route.start[size_t(e)], p.route.start[size_t(e) + 1],
@@ -260,7 +255,7 @@ void backward_wave(Plan& p, const bf16* dy, const bf16* saved, const Grads& g, b
   });
   if (g.dx.wanted()) sum_stage(p, DxSum{p, k}, dx);
   if (!want_lora) return;
-  per_expert(p, [&](int64_t e, int w) {
+  p.per_expert([&](int64_t e, int w) {
     p.low_rank_in(w, e, {kGate, kUp}, p.batch.x, l.hidden, true, false, t);
     p.low_rank_in(w, e, {kDown}, k.h, p.ip, false, true, t);
   });

@@ -54,8 +54,7 @@ void forward_wave(Plan& p, const Quantized* x, const Columns& out, bf16* saved) 
   bf16* t[3] = {};
   if (p.lora.r[kDown]) {
     t[kDown] = p.shared(kDownT, p.route.rows(), p.rp[kDown]);
-    parallel(p.route.active(),
-             [&](int64_t e, int w) { p.low_rank_in(w, e, {kDown}, h, p.ip, false, false, t); });
+    p.per_expert([&](int64_t e, int w) { p.low_rank_in(w, e, {kDown}, h, p.ip, false, false, t); });
   }
   sum_stage(p, DownSum{p, h, codes, t[kDown]}, out);
 }

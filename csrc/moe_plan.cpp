@@ -270,10 +270,10 @@ void Plan::gate_up(const Quantized* x, bf16* h, bf16* saved) {
   bf16* t[2] = {};
   for (int p : {kGate, kUp})
     if (lora.r[p]) t[p] = shared(p == kGate ? kGateT : kUpT, route.rows(), rp[p]);
-  const ColumnTasks tasks(*this, kPanel, route.active());
+  const ColumnTasks tasks(*this, kPanel);
   const bool along = tasks.whole() && !x && lora.dropout == 0;  // with the rows of the task
   if (need_low_rank && !along)
-    parallel(route.active(), [&](int64_t e, int w) {
+    per_expert([&](int64_t e, int w) {
       low_rank_in(w, e, {kGate, kUp}, batch.x, l.hidden, true, false, t);
     });
   parallel_on_nodes(tasks.counts, [&](int node, int64_t task, int w) {
@@ -314,15 +314,16 @@ void Plan::gate_up_rows(int w, const Quantized* x, bf16* const* t, bool along, i
       std::fill(h + r * ip + count * kPanel, h + (r + 1) * ip, bf16(0));
 }
 
-ColumnTasks::ColumnTasks(const Plan& p, int64_t unit, int64_t experts) {
-  const int64_t I = p.l.intermediate, rows = p.route.rows();
+ColumnTasks::ColumnTasks(const Plan& p, int64_t unit) {
+  const int64_t I = p.l.intermediate, rows = p.route.rows(), active = p.route.active();
   for (size_t n = 0; n + 1 < p.owners.size(); ++n) {
     const Slice& last = p.slices[size_t(p.owners[n + 1] - 1)];
     const int64_t begin = p.slices[size_t(p.owners[n])].begin / unit,
                   end = (min64(I, last.begin + last.width) + unit - 1) / unit,
-                  step = units_per_task(end - begin, experts, rows, p.threads_of(n));
+                  step = units_per_task(end - begin, active, rows, p.threads_of(n));
     nodes.push_back({begin, end, step, (end - begin + step - 1) / step});
-    counts.push_back(experts * nodes.back().per_expert);
+    counts.push_back(active * nodes.back().per_expert);
+    experts.push_back(dealt(p.route, p.threads_of(n)));
   }
 }
 

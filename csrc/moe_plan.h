@@ -88,6 +88,13 @@ struct Plan {
     return (bf16*)scratch(-1, s, rows * ld * 2);
   }
 
+  // f(active expert, worker) for all.
+  template <class F>
+  void per_expert(F f) const {
+    const std::vector<int64_t> order = dealt(route, threads());
+    parallel(route.active(), [&](int64_t i, int w) { f(order[size_t(i)], w); });
+  }
+
   // Asks memory for the beginning of a panel that is needed soon: reading on from there, few()
   // looks ahead by itself.
   void ask_for(int64_t expert, int projection, int64_t panel) const {
@@ -154,14 +161,16 @@ struct ColumnTasks {
     int64_t expert, begin, end;  // active expert; units
   };
   std::vector<OfNode> nodes{};
-  std::vector<int64_t> counts{};  // tasks of a node
+  std::vector<int64_t> counts{};                // tasks of a node
+  std::vector<std::vector<int64_t>> experts{};  // in what order a node does them
 
   bool whole() const { return nodes.size() == 1 && nodes[0].per_expert == 1; }  // one per expert
-  ColumnTasks(const Plan& p, int64_t unit, int64_t experts);
+  ColumnTasks(const Plan& p, int64_t unit);
   Task at(int node, int64_t task) const {
     const OfNode& n = nodes[size_t(node)];
     const int64_t first = n.begin + task % n.per_expert * n.step;
-    return {task / n.per_expert, first, min64(n.end, first + n.step)};
+    return {experts[size_t(node)][size_t(task / n.per_expert)], first,
+            min64(n.end, first + n.step)};
   }
 };
 

@@ -5,6 +5,7 @@
 // LoRA factors) is bounded whatever the number of tokens. Experts stay in ascending order, so sums
 // over experts have the same bits for any wave size.
 #pragma once
+#include <algorithm>
 #include <span>
 #include <stdexcept>
 #include <string>
@@ -54,6 +55,28 @@ struct Routing {  // a whole batch; members as in Route
     return out;
   }
 };
+
+// Active experts, dealt out to `workers` that will each begin with an equal number of them: to the
+// one with the fewest rows so far the expert with the most that is left. So they get done together,
+// and what may have to be stolen at the end are the smallest.
+inline std::vector<int64_t> dealt(const Route& route, int64_t workers) {
+  const int64_t n = route.active(), hands = std::min(workers, n);
+  auto rows = [&](int64_t e) { return route.start[size_t(e) + 1] - route.start[size_t(e)]; };
+  std::vector<int64_t> order(static_cast<size_t>(n)), out(order.size()), next, sum;
+  for (int64_t e = 0; e < n; ++e) order[size_t(e)] = e;
+  std::stable_sort(order.begin(), order.end(),
+                   [&](int64_t a, int64_t b) { return rows(a) > rows(b); });
+  for (int64_t w = 0; w < hands; ++w) next.push_back(n * w / hands), sum.push_back(0);
+  for (int64_t e : order) {
+    int64_t best = -1;
+    for (int64_t w = 0; w < hands; ++w)
+      if (next[size_t(w)] < n * (w + 1) / hands && (best < 0 || sum[size_t(w)] < sum[size_t(best)]))
+        best = w;
+    out[size_t(next[size_t(best)]++)] = e;
+    sum[size_t(best)] += rows(e);
+  }
+  return out;
+}
 
 // seed: names the dropout masks of a batch without parts.
 inline Routing make_route(const Batch& b, int64_t experts, uint64_t seed) {

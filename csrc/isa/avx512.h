@@ -39,6 +39,11 @@ struct Isa_avx512 : ByteLanes<16> {
     r = _mm512_mask_mov_epi32(r, nan, (__m512i)(0x7fc0u | (u >> 16 & 0x8000)));
     _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(r));
   }
+  KT_OP u32 swap_middle(u32 x) {
+    const __m512i order =
+        _mm512_broadcast_i32x4(_mm_setr_epi8(0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15));
+    return (u32)_mm512_shuffle_epi8((__m512i)x, order);
+  }
   KT_OP void store_a(A* p, const bf16* src) { *(f32*)p = load_bf16(src); }
 
   template <int N>
