@@ -130,6 +130,7 @@ py::list list_kernels() {
     d["slow_here"] = cpu().vendor == e.kernel->slow_on;
     d["bf16_products"] = e.kernel->a_size == size_of(DType::kBf16);
     d["int8_domain"] = e.kernel->quad_size > 0;
+    d["int16_pays"] = e.kernel->int16_pays;
     d["calls"] = e.calls->load();
     out.append(d);
   }
@@ -255,18 +256,18 @@ PYBIND11_MODULE(_kt, m) {
            })
       .def("forward",
            [](BoundLayer& b, int64_t tokens, int64_t top_k, uintptr_t x, uintptr_t index,
-              uintptr_t weight, const py::object& share, const py::object& lora, bool int8,
+              uintptr_t weight, const py::object& share, const py::object& lora, int compute,
               uintptr_t out, bool rounded, uintptr_t saved) {
              const Layer& l = b.ready();
              const Batch batch = read_batch(tokens, top_k, x, index, weight, share);
              Lora lo = read_lora(lora);
              NoGil nogil;
-             moe_forward(l, batch, lo, int8, read_sum(out, rounded), at<bf16>(saved));
+             moe_forward(l, batch, lo, Compute(compute), read_sum(out, rounded), at<bf16>(saved));
            })
       .def("backward",
            [](BoundLayer& b, int64_t tokens, int64_t top_k, uintptr_t x, uintptr_t index,
-              uintptr_t weight, const py::object& share, const py::object& lora, uintptr_t dy,
-              uintptr_t saved, uintptr_t dx, bool rounded, uintptr_t dw,
+              uintptr_t weight, const py::object& share, const py::object& lora, int compute,
+              uintptr_t dy, uintptr_t saved, uintptr_t dx, bool rounded, uintptr_t dw,
               const std::vector<uintptr_t>& da, const std::vector<uintptr_t>& db) {
              const Layer& l = b.ready();
              const Batch batch = read_batch(tokens, top_k, x, index, weight, share);
@@ -274,6 +275,6 @@ PYBIND11_MODULE(_kt, m) {
              Grads g{read_sum(dx, rounded), at<float>(dw), {}, {}};
              for (size_t p = 0; p < 3; ++p) g.da[p] = at<float>(da[p]), g.db[p] = at<float>(db[p]);
              NoGil nogil;
-             moe_backward(l, batch, lo, at<bf16>(dy), at<bf16>(saved), g);
+             moe_backward(l, batch, lo, Compute(compute), at<bf16>(dy), at<bf16>(saved), g);
            });
 }

@@ -38,31 +38,40 @@ struct Driver8 {
   }
 
   static void quantize(const bf16* src, int64_t ld, int64_t m, const Shape& s, int64_t group,
-                       void* codes, RowScale* scale, int32_t* start) {
-    const int64_t count = (s.kp + group - 1) / group;
-    auto* q = (Quad*)codes;
-    for (int64_t i = 0; i < m; ++i, src += ld, q += s.kp / 4)
+                       int digits, void* codes, RowScale* scale, int32_t* start) {
+    if (digits == 2) return quantize_rows<2>(src, ld, m, s, group, (Quad*)codes, scale, start);
+    quantize_rows<1>(src, ld, m, s, group, (Quad*)codes, scale, start);
+  }
+  template <int D>
+  KT_OP void quantize_rows(const bf16* src, int64_t ld, int64_t m, const Shape& s, int64_t group,
+                           Quad* q, RowScale* scale, int32_t* start) {
+    const int64_t count = (s.kp + group - 1) / group, quads = s.kp / 4;
+    for (int64_t i = 0; i < m; ++i, src += ld, q += D * quads)
       for (int64_t g = 0; g < count; ++g) {
         const int64_t k0 = g * group, n = min64(group, s.kp - k0);
-        int32_t sum;
-        const float top = quantize_group(src + k0, n, min64(n, s.k - k0), q + k0 / 4, &sum);
-        scale[i * count + g] = {top, -kWhole * top};
-        start[i * count + g] = kWholeBits - F::bias * sum;
+        auto values = [&](int64_t k) __attribute__((always_inline)) {
+          return load_edge(src + k0 + k, s.k - k0 - k);
+        };
+        quantize_group<D>(values, n, q + k0 / 4, quads, scale + i * D * count + g,
+                          start + i * D * count + g, count);
       }
   }
-  // n values (a multiple of kBlock), the first `have` of them from v, zeros after. Returns the
-  // scale.
-  KT_OP float quantize_group(const bf16* src, int64_t n, int64_t have, Quad* q, int32_t* total) {
+  // L values, the first `have` of them from p, zeros after.
+  KT_OP f32 load_edge(const bf16* p, int64_t have) {
+    if (have >= L) return I::load_bf16(p);
+    bf16 edge[L] = {};
+    for (int64_t e = 0; e < have; ++e) edge[e] = p[e];
+    return I::load_bf16(edge);
+  }
+  // n values (a multiple of L, at most 128), values(k) the L from k on, as codes of D digits: digit
+  // d goes to q + d * quads, its scale and start to [d * count]; the last is the lowest.
+  template <int D>
+  KT_OP void quantize_group(auto values, int64_t n, Quad* q, int64_t quads, RowScale* scale,
+                            int32_t* start, int64_t count) {
+    constexpr float largest = D == 2 ? 127.f * 256.f + 127.f : 127.f;
     f32 v[128 / L], top = {}, bad = {};
     for (int64_t k = 0; k < n; k += L) {
-      bf16 edge[L] = {};
-      const bf16* from = src + k;
-      if (k + L > have) {
-        for (int64_t e = k; e < have; ++e) edge[e - k] = src[e];
-        from = edge;
-      }
-      const f32 x = I::load_bf16(from);
-      const f32 size = (f32)((u32)x & 0x7fffffffu);
+      const f32 x = values(k), size = (f32)((u32)x & 0x7fffffffu);
       top = size > top ? size : top;
       bad += x - x;  // a row with a NaN or Inf must not come out finite
       v[k / L] = x;
@@ -70,33 +79,41 @@ struct Driver8 {
     auto sum_of = [](auto a, auto b) __attribute__((always_inline)) { return a + b; };
     auto max_of = [](f32 a, f32 b) __attribute__((always_inline)) { return a > b ? a : b; };
     const float most = I::over_lanes(top, max_of), nan = I::over_lanes(bad, sum_of);
-    float inv = most > 0 ? 127.f / most : 0.f;
-    // subnormal values: codes 0, and so their sum
-    if (nan != 0 || inv - inv != 0) inv = 0;
-    const f32 magic =
-        I::splat(12582912.f);  // 1.5 * 2^23: adding it rounds to an integer, ties even
-    i32 sum = {};
-    int8_t code[128];
+    float inv = most > 0 ? largest / most : 0.f;
+    if (nan != 0 || inv - inv != 0) inv = 0;  // subnormal values: codes 0
+    // Adding kWhole rounds to an integer, ties even, and leaves it in the low bits.
+    int16_t whole[128];
     for (int64_t k = 0; k < n; k += L) {
-      f32 x = v[k / L] * I::splat(inv);
-      x = inv != 0 ? (x + magic) - magic : f32{};  // NaN * 0 is no integer
-      const i32 c = __builtin_convertvector(x, i32);
-      sum += c;
-      *(typename I::i8*)(code + k) = __builtin_convertvector(c, typename I::i8);
+      const f32 x = I::fma(v[k / L], I::splat(inv), I::splat(kWhole));
+      *(typename I::i16*)(whole + k) = __builtin_convertvector((i32)x, typename I::i16);
     }
-    *total = I::over_lanes(sum, sum_of);
-    if constexpr (direct)
+    float unit = most / largest + nan;
+    uint32_t bits;
+    __builtin_memcpy(&bits, &unit, 4);
+    bits &= ~3u;  // RowScale
+    __builtin_memcpy(&unit, &bits, 4);
+    for (int d = D - 1; d >= 0; --d, unit *= 256.f) {
+      int8_t code[128];
+      for (int64_t k = 0; k < n; ++k) {
+        code[k] = int8_t(whole[k]);
+        whole[k] = int16_t(int16_t(whole[k] + 128) >> 8);
+      }
+      scale[d * count] = {unit, -kWhole * unit};
+      start[d * count] = kWholeBits - put_codes(code, n, q + d * quads);
+    }
+  }
+  // Stores n codes; returns F::bias times their sum where sums of products need it.
+  KT_OP int32_t put_codes(int8_t* code, int64_t n, Quad* q) {
+    int32_t sum = 0;
+    if constexpr (direct) {
       for (int64_t k = 0; k < n; ++k) code[k] ^= char(0x80);
+    } else {
+      for (int64_t k = 0; k < n; ++k) sum += code[k];
+    }
     int64_t k = 0;
     for (; k + 4 * L <= n; k += 4 * L) I::quads(q + k / 4, code + k);
     for (; k < n; k += 4) q[k / 4] = I::quad(code + k);
-    const float scale = most / 127.f + nan;
-    uint32_t bits;
-    __builtin_memcpy(&bits, &scale, 4);
-    bits &= ~3u;  // RowScale
-    float short_scale;
-    __builtin_memcpy(&short_scale, &bits, 4);
-    return short_scale;
+    return F::bias * sum;
   }
 
   KT_OP i32 idot(i32 acc, u32 bytes, const Quad* q) {
@@ -362,7 +379,7 @@ struct Driver8 {
       }
   }
 
-  // All rows, in tiles of nearly equal height.
+  // All rows, in tiles of nearly equal height. run: packed bytes that are needed next, or null.
   template <int P>
   KT_OP void rows_times(const Quantized& a, const Weights<P>& all, const bf16* const* scale,
                         const Block& block, const Groups& n, const uint8_t* const* run, float* c) {
@@ -374,7 +391,8 @@ struct Driver8 {
       for (int64_t t = 0, i = 0; t < tiles; ++t) {
         const int64_t rows = (a.m - i + tiles - t - 1) / (tiles - t);
         tile_rows<N, I::mr8>(rows, rows_from(a, i), w, scale + q, block, n,
-                             slice(run, t, tiles, block), c + i * kCols + q * kPanel);
+                             run ? slice(run, t, tiles, block) : Slice{(const uint8_t*)c, 0},
+                             c + i * kCols + q * kPanel);
         i += rows;
       }
     }

@@ -2,7 +2,7 @@
 // Emits one strong symbol: the table of this tier's kernels, one per weight format.
 #include "kernel.h"
 
-#include "gemm8.h"
+#include "across8.h"
 #include "ops.h"
 #include KT_ISA_HEADER
 #include "formats.inc"
@@ -23,12 +23,14 @@ constexpr Kernel make() {
   k.tn = D::tn;
   if constexpr (F::quads > 0) {
     k.quad_size = sizeof(typename I::Quad);
+    k.int16_pays = I::int16_pays;
     k.quantize = Driver8<I, F>::quantize, k.nt8 = Driver8<I, F>::nt;
+    k.quantize_across = Across8<I, F>::quantize, k.nn8 = Across8<I, F>::nn;
   }
   k.gate_forward = O::gate_forward, k.gate_backward = O::gate_backward;
   k.narrow_rows = O::narrow_rows, k.scatter = O::scatter;
   k.put_block = O::put_block, k.settle = O::settle, k.add_rows = O::add_rows,
-  k.drop_rows = O::drop_rows, k.drop_add = O::drop_add;
+  k.add_pairs = O::add_pairs, k.drop_rows = O::drop_rows, k.drop_add = O::drop_add;
   return k;
 }
 

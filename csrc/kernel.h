@@ -22,6 +22,7 @@ struct RowScale {
 // fma(scale, that float, shift) rounds as scale * n does, in one operation instead of two.
 constexpr float kWhole = 12582912.f;  // 1.5 * 2^23
 constexpr int32_t kWholeBits = 0x4b400000;
+constexpr int64_t kChannels = 128;  // values per scale of a row in transposed products
 constexpr int64_t kGroupBytes =
     sizeof(RowScale) + sizeof(int32_t);  // of a row's group: scale, start
 struct Quantized {
@@ -48,6 +49,7 @@ struct Kernel {
   int a_size;         // bytes of an A element
   int64_t line_size;  // bytes of one unpacked line (16 channels x 1 pair)
   int quad_size;      // bytes of four activation codes in the int8 domain; 0: no such domain
+  bool int16_pays;    // products of two-digit rows are faster here than those of bf16
 
   // -- weights ------------------------------------------------------------------------------------
   // Packs panels [p0, p1) of W, element (i, j) at src[i*rs + j*cs]; false if a value is not finite.
@@ -78,11 +80,20 @@ struct Kernel {
 
   // -- int8 domain (null without one) -------------------------------------------------------------
   // Quantizes m rows for weights of shape s: codes [m][kp / 4] quads, scale and start [m][groups].
+  // digits 2: a value is 256 a + b, with rows a and b one after the other in all three.
   void (*quantize)(const bf16* src, int64_t ld, int64_t m, const Shape& s, int64_t group,
-                   void* codes, RowScale* scale, int32_t* start);
+                   int digits, void* codes, RowScale* scale, int32_t* start);
   // As nt, without `add`.
   void (*nt8)(const Quantized& a, const Packed* const* w, const int64_t* p, int count, float* c,
               void* scratch);
+  // Rows [m][n] times the scales of W's channels for the group of column `col`, quantized to two
+  // digits with a scale per kChannels: codes [2 m][n / 4] quads, n padded to panels (here and in
+  // factors: fp32 [n], scratch).
+  void (*quantize_across)(const bf16* src, int64_t ld, const int32_t* rows, int64_t m,
+                          const Packed& w, int64_t col, void* codes, RowScale* scale,
+                          int32_t* start, float* factors);
+  // As nn for such rows, without `add`.
+  void (*nn8)(const Quantized& a, const Packed& w, int64_t col, float* c, void* scratch);
 
   // -- elementwise --------------------------------------------------------------------------------
   // C = [gate | up]; h = act(gate) * up from the unrounded values, 16 columns;
@@ -107,6 +118,8 @@ struct Kernel {
   void (*settle)();
   // C += src, both [m][kCols].
   void (*add_rows)(const float* src, int64_t m, float* c);
+  // C[i] (+)= src[2 i] + src[2 i + 1], rows of kCols.
+  void (*add_pairs)(const float* src, int64_t m, bool add, float* c);
   // dst = mask o src over [m][k], kept values x 1/(1-p); keyed by (masks[i], projection, element).
   void (*drop_rows)(const DropKey& key, const uint64_t* masks, const bf16* src, int64_t ld,
                     const int32_t* rows, int64_t m, int64_t k, bf16* dst, int64_t ldd);

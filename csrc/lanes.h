@@ -21,6 +21,7 @@ struct Vectors;
     typedef uint32_t u32 __attribute__((vector_size(N * 4), aligned(4), may_alias)); \
     typedef int32_t i32 __attribute__((vector_size(N * 4), aligned(4), may_alias));  \
     typedef uint64_t u64 __attribute__((vector_size(N * 4), aligned(4), may_alias)); \
+    typedef int16_t i16 __attribute__((vector_size(N * 2), aligned(2), may_alias));  \
     typedef int8_t i8 __attribute__((vector_size(N), aligned(1), may_alias));        \
     typedef uint8_t u8 __attribute__((vector_size(N), aligned(1), may_alias));       \
   };
@@ -47,10 +48,12 @@ struct Lanes {
   static constexpr int registers = N == 16 ? 32 : 16;  // of this width
   static constexpr bool fused = false;                 // fma() rounds once
   static constexpr bool signed_bytes = false;          // idot_signed() is as fast as idot()
+  static constexpr bool int16_pays = false;            // two idot() are faster than madd() of 4 k
   using f32 = typename Vectors<N>::f32;
   using u32 = typename Vectors<N>::u32;
   using i32 = typename Vectors<N>::i32;
   using u64 = typename Vectors<N>::u64;
+  using i16 = typename Vectors<N>::i16;
   using i8 = typename Vectors<N>::i8;
   using u8 = typename Vectors<N>::u8;
 
@@ -152,6 +155,17 @@ struct Lanes {
   // Bytes k0 k1 k2 k3 of every dword in the order k0 k2 k1 k3, or back.
   KT_OP u32 swap_middle(u32 x) {
     return (x & 0xff0000ffu) | (x >> 8 & 0xff00u) | (x << 8 & 0xff0000u);
+  }
+  // Every four dwords with bytes k0 k2 k1 k3 of rows n0 .. n3 as dwords k0 .. k3 with bytes n0 n2
+  // n1 n3.
+  KT_OP u32 turn_bytes(u32 x) {
+    u32 out = {};
+    for (int i = 0; i < N; ++i)
+      for (int b = 0; b < 4; ++b) {
+        const int of[4] = {0, 2, 1, 3};
+        out[i] |= (x[i / 4 * 4 + of[b]] >> 8 * of[i % 4] & 0xff) << 8 * b;
+      }
+    return out;
   }
   // N quads from 4 N codes.
   KT_OP void quads(Quad* q, const int8_t* a) { *(u32*)q = swap_middle(*(const u32*)a); }

@@ -89,9 +89,16 @@ struct Sum {  // [tokens, hidden], added up in fp32: as it is, or rounded once; 
   }
 };
 
+// Rows of the products with base weights: bf16 values, or codes of so many bits per row and group
+// (int16: two int8 digits), multiplied exactly.
+enum class Compute : int { kBf16 = 0, kInt8 = 1, kInt16 = 2 };
+
+// Throws if there is no such computing for the layer's format.
+void check_compute(const Layer& l, Compute compute);
+
 // saved (may be null) [rows, 2, intermediate] in expert order; rows: tokens * top_k less what is
-// left out. int8: products with base weights in the int8 domain (throws where the format has none).
-void moe_forward(const Layer& l, const Batch& b, const Lora& lora, bool int8, const Sum& out,
+// left out.
+void moe_forward(const Layer& l, const Batch& b, const Lora& lora, Compute compute, const Sum& out,
                  bf16* saved);
 
 struct Grads {  // null: not wanted
@@ -100,8 +107,8 @@ struct Grads {  // null: not wanted
   float* da[3];  // [E, r, cols]
   float* db[3];  // [E, rows, r]
 };
-// saved null: gate and up are computed again, to the same bits.
-void moe_backward(const Layer& l, const Batch& b, const Lora& lora, const bf16* dy,
+// saved null: gate and up are computed again, to the same bits as in a forward with this `compute`.
+void moe_backward(const Layer& l, const Batch& b, const Lora& lora, Compute compute, const bf16* dy,
                   const bf16* saved, const Grads& g);
 
 // Packs one matrix, element type t, row-major with `ld` elements per row; false if not finite.

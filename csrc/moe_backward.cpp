@@ -31,14 +31,13 @@ void low_rank_out(const Plan& p, const Work& k, int w, int64_t e, int proj, cons
 }
 
 // Two panels of dh_raw for rows [i, i + m), then the gate backward of both.
-void gate_panels(const Plan& p, const Work& k, int w, int64_t e, const Rows& a, int64_t i,
-                 int64_t unit) {
+void gate_panels(const Plan& p, const Work& k, int w, int64_t e, TurnedRows& turned, const Rows& a,
+                 int64_t i, int64_t unit) {
   const Plan& P = p;
-  const int64_t I = P.l.intermediate, count = panels(I), m = a.m;
+  const int64_t I = P.l.intermediate, count = panels(I), m = turned.m;
   const Slice& s = P.slice_of(unit * kCols);
-  const Packed down = P.weight(P.route.expert[size_t(e)], kDown, s);
   float* c = P.c(w);
-  P.k.nn(a, down, unit * kCols - s.begin, false, c, P.panels(w));
+  P.base_nn(w, turned, a, e, kDown, s, unit * kCols - s.begin, false, c);
   const int n = 2 * unit + 1 < count ? 2 : 1;
   if (P.lora.r[kDown]) {
     const Matrix at = P.factor(e, kDown, kAT);
@@ -75,9 +74,10 @@ void gate_stage(const Plan& p, const Work& k) {
     const auto [e, u0, u1] = tasks.at(node, task);
     p.weights.calls->fetch_add(1, std::memory_order_relaxed);
     row_blocks(p.route.start[size_t(e)], p.route.start[size_t(e) + 1], [&](int64_t i, int64_t m) {
-      const Rows a = dy(w, i, m);
+      const Rows a = !p.turns_codes() || (adapted && along) ? dy(w, i, m) : Rows{};
       if (adapted && along) low_rank_out(p, k, w, e, kDown, a, i);
-      for (int64_t u = u0; u < u1; ++u) gate_panels(p, k, w, e, a, i, u);
+      TurnedRows turned{k.dy, p.l.hidden, p.route.token.data() + i, m, kTurned};
+      for (int64_t u = u0; u < u1; ++u) gate_panels(p, k, w, e, turned, a, i, u);
       for (bf16* b : {k.dgate, k.dup, k.h})
         if (b && u1 == units && tail < p.ip)
           for (int64_t r = i; r < i + m; ++r)
@@ -100,21 +100,24 @@ struct DxSum {
   const Plan& p;
   const Work& k;
 
-  struct Operand {
-    Rows rows[2];  // of dgate and dup
+  struct Operand {  // of dgate and dup
+    TurnedRows turned[2];
+    Rows rows[2];
     int64_t first;
   };
   Operand operand(int w, int64_t i, int64_t m, int64_t col, int64_t n) const {
-    const int64_t at = i * p.ip + col;
-    return {{p.rows_of(w, kRows, k.dgate + at, p.ip, nullptr, m, n, n),
-             p.rows_of(w, kAt, k.dup + at, p.ip, nullptr, m, n, n)},
-            col};
+    const bf16 *gate = k.dgate + i * p.ip, *up = k.dup + i * p.ip;
+    Operand a{{{gate, p.ip, nullptr, m, kTurned}, {up, p.ip, nullptr, m, kTurnedUp}}, {}, col};
+    if (p.turns_codes()) return a;
+    a.rows[kGate] = p.rows_of(w, kRows, gate + col, p.ip, nullptr, m, n, n);
+    a.rows[kUp] = p.rows_of(w, kAt, up + col, p.ip, nullptr, m, n, n);
+    return a;
   }
-  void product(int w, const Operand& a, int64_t e, int64_t slice, int64_t u, float* c) const {
+  void product(int w, Operand& a, int64_t e, int64_t slice, int64_t u, float* c) const {
     const Slice& s = p.slices[size_t(slice)];
     for (int q : {kGate, kUp})
-      p.k.nn(p.columns_of(a.rows[q], s.begin - a.first), p.weight(p.route.expert[size_t(e)], q, s),
-             u * kCols, q == kUp, c, p.panels(w));
+      p.base_nn(w, a.turned[q], p.columns_of(a.rows[q], s.begin - a.first), e, q, s, u * kCols,
+                q == kUp, c);
   }
   bool adapts() const { return p.lora.r[kGate] || p.lora.r[kUp]; }
   void adapt(int w, int64_t e, int64_t i, int64_t m, int64_t u, float* c) const {
@@ -211,9 +214,9 @@ void clear_unused(const Layer& l, const Lora& lora, const Grads& g, const Routin
     }
 }
 
-// One wave: `saved` its rows of gate and up, or null.
-void backward_wave(Plan& p, const bf16* dy, const bf16* saved, const Grads& g, bool want_lora,
-                   const Columns& dx) {
+// One wave: `saved` its rows of gate and up, or null; x: tokens quantized to compute those again.
+void backward_wave(Plan& p, const Quantized* x, const bf16* dy, const bf16* saved, const Grads& g,
+                   bool want_lora, const Columns& dx) {
   const Layer& l = p.l;
   const Lora& lora = p.lora;
   const int64_t rows = p.route.rows();
@@ -228,7 +231,7 @@ void backward_wave(Plan& p, const bf16* dy, const bf16* saved, const Grads& g, b
          (float*)scratch(-1, kDots, rows * panels(l.intermediate) * 4)};
   if (!saved) {
     bf16* again = p.shared(kSaved, rows, 2 * l.intermediate);
-    p.gate_up(nullptr, nullptr, again);
+    p.gate_up(x, nullptr, again);
     k.saved = again;
   }
   if (want_lora && lora.r[kDown]) k.h = p.shared(kH, rows, p.ip);
@@ -264,8 +267,9 @@ void backward_wave(Plan& p, const bf16* dy, const bf16* saved, const Grads& g, b
 
 }  // namespace
 
-void moe_backward(const Layer& l, const Batch& b, const Lora& lora, const bf16* dy,
+void moe_backward(const Layer& l, const Batch& b, const Lora& lora, Compute compute, const bf16* dy,
                   const bf16* saved, const Grads& g) {
+  check_compute(l, compute);
   Entry lock;
   const Routing routing = make_route(b, l.experts, lora.seed);
   if (b.mine && g.dw) std::fill_n(g.dw, b.tokens * b.top_k, 0.f);
@@ -273,12 +277,15 @@ void moe_backward(const Layer& l, const Batch& b, const Lora& lora, const bf16* 
   bool want_lora = false;
   for (int q = 0; q < 3; ++q) want_lora |= lora.r[q] && (g.da[q] || g.db[q]);
   if (want_lora) clear_unused(l, lora, g, routing);
+  std::vector<Quantized> x;
   std::vector<Route> waves = routing.waves(kWaveRows);
   for (Route& wave : waves) {
     const int64_t first = wave.first_row;
     const Columns dx = columns_of(g.dx, b.tokens, l.hidden, first == 0, &wave == &waves.back());
-    Plan p(l, b, lora, std::move(wave));
-    backward_wave(p, dy, saved ? saved + first * 2 * l.intermediate : nullptr, g, want_lora, dx);
+    Plan p(l, b, lora, compute, std::move(wave));
+    if (!saved && !first) x = p.quantized_tokens();
+    backward_wave(p, x.empty() ? nullptr : &x[0], dy,
+                  saved ? saved + first * 2 * l.intermediate : nullptr, g, want_lora, dx);
   }
 }
 

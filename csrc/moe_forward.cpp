@@ -10,7 +10,7 @@ namespace {
 struct DownSum {
   const Plan& p;
   const bf16* h;
-  const std::vector<Quantized>& codes;  // h of every slice (int8 domain), or none
+  const std::vector<Quantized>& codes;  // h of every slice, or none
   const bf16* t;                        // low-rank input, or null
 
   struct Operand {
@@ -30,8 +30,8 @@ struct DownSum {
     if (width(u) == 1) std::fill(c, c + a.m * kCols, 0.f);
     const BaseRows rows =
         codes.empty()
-            ? BaseRows{false, p.columns_of(a.plain, s.begin - a.first), {}}
-            : BaseRows{true, {}, p.quantized_rows(w, codes[size_t(slice)], nullptr, a.row, a.m)};
+            ? BaseRows{p.columns_of(a.plain, s.begin - a.first), {}}
+            : BaseRows{{}, p.quantized_rows(w, codes[size_t(slice)], nullptr, a.row, a.m)};
     p.base_nt(w, rows, two, at, width(u), c);
   }
   bool adapts() const { return t; }
@@ -61,11 +61,9 @@ void forward_wave(Plan& p, const Quantized* x, const Columns& out, bf16* saved) 
 
 }  // namespace
 
-void moe_forward(const Layer& l, const Batch& b, const Lora& lora, bool int8, const Sum& out,
+void moe_forward(const Layer& l, const Batch& b, const Lora& lora, Compute compute, const Sum& out,
                  bf16* saved) {
-  if (int8 && !find_kernel(l.format).kernel->nt8)
-    throw std::invalid_argument("compute='int8' needs int8 or int4 weights, but these are " +
-                                l.format + "; use compute='bf16'");
+  check_compute(l, compute);
   Entry lock;
   const Routing routing = make_route(b, l.experts, lora.seed);
   if (routing.expert.empty()) out.clear(b.tokens * l.hidden);
@@ -74,9 +72,9 @@ void moe_forward(const Layer& l, const Batch& b, const Lora& lora, bool int8, co
   for (Route& wave : waves) {
     const int64_t first = wave.first_row;
     const Columns columns = columns_of(out, b.tokens, l.hidden, first == 0, &wave == &waves.back());
-    Plan p(l, b, lora, std::move(wave));
-    if (int8 && !first) x = p.quantize(kXCodes, kGate, b.x, l.hidden, b.tokens);
-    forward_wave(p, int8 ? &x[0] : nullptr, columns,
+    Plan p(l, b, lora, compute, std::move(wave));
+    if (!first) x = p.quantized_tokens();
+    forward_wave(p, x.empty() ? nullptr : &x[0], columns,
                  saved ? saved + first * 2 * l.intermediate : nullptr);
   }
 }

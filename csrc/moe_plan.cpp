@@ -89,7 +89,14 @@ void unpack_matrix(const Layer& l, int64_t expert, int projection, float* out) {
   }
 }
 
-Plan::Plan(const Layer& layer, const Batch& b, const Lora& lo, Route wave)
+void check_compute(const Layer& l, Compute compute) {
+  if (compute == Compute::kBf16 || find_kernel(l.format).kernel->nt8) return;
+  const std::string name = compute == Compute::kInt8 ? "int8" : "int16";
+  throw std::invalid_argument("compute='" + name + "' needs int8 or int4 weights, but these are " +
+                              l.format + "; use compute='bf16'");
+}
+
+Plan::Plan(const Layer& layer, const Batch& b, const Lora& lo, Compute compute, Route wave)
     : l(layer),
       batch(b),
       lora(lo),
@@ -101,7 +108,8 @@ Plan::Plan(const Layer& layer, const Batch& b, const Lora& lo, Route wave)
       hp(round_up(layer.hidden, kBlock)),
       ip(round_up(layer.intermediate, kBlock)),
       slices(slices_of(layer)),
-      owners(slice_owners(layer.slices)) {
+      owners(slice_owners(layer.slices)),
+      digits(int(compute)) {
   for (int p = 0; p < 3; ++p) rp[p] = padded_rank(lo.r[p]);
 }
 
@@ -193,6 +201,11 @@ void Plan::low_rank_in(int w, int64_t active, std::initializer_list<int> ps, con
              });
 }
 
+std::vector<Quantized> Plan::quantized_tokens() const {
+  if (!digits) return {};
+  return quantize(kXCodes, kGate, batch.x, l.hidden, batch.tokens);
+}
+
 std::vector<Quantized> Plan::quantize(Slot slot, int p, const bf16* src, int64_t ld,
                                       int64_t rows) const {
   struct Part {
@@ -201,6 +214,7 @@ std::vector<Quantized> Plan::quantize(Slot slot, int p, const bf16* src, int64_t
   };
   std::vector<Part> parts;
   int64_t bytes = 0;
+  const int64_t all = rows * digits;
   for (const Slice& slice : slices) {
     const Shape& s = slice.shape(p);
     // h has a heavier tail than x (a product of two normals): with 128 values per scale its
@@ -209,60 +223,84 @@ std::vector<Quantized> Plan::quantize(Slot slot, int p, const bf16* src, int64_t
                   count = (s.kp + group - 1) / group, quads = s.kp / 4;
     parts.push_back({s, slice.begin, group, count, quads, bytes});
     bytes +=
-        round_up(rows * quads * k.quad_size, kAlign) + round_up(rows * count * kGroupBytes, kAlign);
+        round_up(all * quads * k.quad_size, kAlign) + round_up(all * count * kGroupBytes, kAlign);
     if (p != kDown) break;  // x is the same for all slices
   }
   auto* base = (uint8_t*)scratch(-1, slot, bytes);
   std::vector<Quantized> out;
   for (const Part& part : parts) {
     auto* scale =
-        (RowScale*)(base + part.offset + round_up(rows * part.quads * k.quad_size, kAlign));
-    out.push_back({base + part.offset, scale, (int32_t*)(scale + rows * part.count), part.quads,
-                   part.group, part.count, rows});
+        (RowScale*)(base + part.offset + round_up(all * part.quads * k.quad_size, kAlign));
+    out.push_back({base + part.offset, scale, (int32_t*)(scale + all * part.count), part.quads,
+                   part.group, part.count, all});
   }
   const int64_t step = 16;  // 16 rows of 2048: about 30 us, well above what a task costs
   const int64_t blocks = (rows + step - 1) / step;
   parallel(int64_t(parts.size()) * blocks, [&](int64_t t, int) {
     const Part& part = parts[size_t(t / blocks)];
     const Quantized& q = out[size_t(t / blocks)];
-    const int64_t i = t % blocks * step;
-    k.quantize(src + i * ld + part.begin, ld, min64(step, rows - i), part.shape, part.group,
-               (uint8_t*)q.codes + i * part.quads * k.quad_size,
-               (RowScale*)q.scale + i * part.count, (int32_t*)q.start + i * part.count);
+    const int64_t i = t % blocks * step, at = i * digits;
+    k.quantize(src + i * ld + part.begin, ld, min64(step, rows - i), part.shape, part.group, digits,
+               (uint8_t*)q.codes + at * part.quads * k.quad_size,
+               (RowScale*)q.scale + at * part.count, (int32_t*)q.start + at * part.count);
   });
   return out;
 }
 
 Quantized Plan::quantized_rows(int w, const Quantized& all, const int32_t* ids, int64_t first,
                                int64_t m) const {
-  const int64_t bytes = all.ld * k.quad_size;
+  const int64_t bytes = digits * all.ld * k.quad_size, groups = digits * all.groups;
   auto* codes = (const uint8_t*)all.codes;
   if (!ids || m == 1) {
     const int64_t i = ids ? ids[0] : first;
     return {codes + i * bytes,
-            all.scale + i * all.groups,
-            all.start + i * all.groups,
+            all.scale + i * groups,
+            all.start + i * groups,
             all.ld,
             all.group,
             all.groups,
-            m};
+            m * digits};
   }
-  auto* dst = (uint8_t*)scratch(w, kCodes, m * (bytes + all.groups * kGroupBytes));
+  auto* dst = (uint8_t*)scratch(w, kCodes, m * (bytes + groups * kGroupBytes));
   auto* scale = (RowScale*)(dst + m * bytes);
-  auto* start = (int32_t*)(scale + m * all.groups);
+  auto* start = (int32_t*)(scale + m * groups);
   for (int64_t i = 0; i < m; ++i) {
     std::memcpy(dst + i * bytes, codes + ids[i] * bytes, size_t(bytes));
-    std::memcpy(scale + i * all.groups, all.scale + ids[i] * all.groups,
-                size_t(all.groups) * sizeof(RowScale));
-    std::memcpy(start + i * all.groups, all.start + ids[i] * all.groups, size_t(all.groups) * 4);
+    std::memcpy(scale + i * groups, all.scale + ids[i] * groups, size_t(groups) * sizeof(RowScale));
+    std::memcpy(start + i * groups, all.start + ids[i] * groups, size_t(groups) * 4);
   }
-  return {dst, scale, start, all.ld, all.group, all.groups, m};
+  return {dst, scale, start, all.ld, all.group, all.groups, m * digits};
 }
 
 void Plan::base_nt(int w, const BaseRows& a, const Packed* const* weight, const int64_t* panel,
                    int count, float* c) const {
-  if (a.int8) return k.nt8(a.codes, weight, panel, count, c, panels(w));
-  k.nt(a.plain, weight, panel, count, false, c, panels(w));
+  if (!a.codes.m) return k.nt(a.plain, weight, panel, count, false, c, panels(w));
+  if (digits == 1) return k.nt8(a.codes, weight, panel, count, c, panels(w));
+  auto* both = (float*)scratch(w, kDigits, 2 * kRowBlock * kCols * 4);
+  k.nt8(a.codes, weight, panel, count, both, panels(w));
+  k.add_pairs(both, a.codes.m / 2, false, c);
+}
+
+bool Plan::turns_codes() const { return digits == 2 && group_size(slices[0].up) >= 64; }
+
+void Plan::base_nn(int w, TurnedRows& a, const Rows& plain, int64_t e, int proj, const Slice& s,
+                   int64_t col, bool add, float* c) const {
+  const Packed from = weight(route.expert[size_t(e)], proj, s);
+  if (!turns_codes()) return k.nn(plain, from, col, add, c, panels(w));
+  const int64_t n = kt::panels(from.shape.n) * kPanel, quads = n / 4, rows = 2 * a.m,
+                count = (n + kChannels - 1) / kChannels, group = col / group_size(from.shape);
+  if (a.slice != s.begin || a.group != group) {
+    auto* codes = (uint8_t*)scratch(w, a.slot, rows * (quads * k.quad_size + count * kGroupBytes));
+    auto* scale = (RowScale*)(codes + rows * quads * k.quad_size);
+    auto* start = (int32_t*)(scale + rows * count);
+    k.quantize_across(a.src + (proj == kDown ? 0 : s.begin), a.ld, a.ids, a.m, from, col, codes,
+                      scale, start, (float*)scratch(w, kFactor, n * 4));
+    a.codes = {codes, scale, start, quads, kChannels, count, rows};
+    a.slice = s.begin, a.group = group;
+  }
+  auto* both = (float*)scratch(w, kDigits, 2 * kRowBlock * kCols * 4);
+  k.nn8(a.codes, from, col, both, panels(w));
+  k.add_pairs(both, a.m, add, c);
 }
 
 void Plan::gate_up(const Quantized* x, bf16* h, bf16* saved) {
@@ -271,7 +309,7 @@ void Plan::gate_up(const Quantized* x, bf16* h, bf16* saved) {
   for (int p : {kGate, kUp})
     if (lora.r[p]) t[p] = shared(p == kGate ? kGateT : kUpT, route.rows(), rp[p]);
   const ColumnTasks tasks(*this, kPanel);
-  const bool along = tasks.whole() && !x && lora.dropout == 0;  // with the rows of the task
+  const bool along = tasks.whole() && lora.dropout == 0;  // with the rows of the task
   if (need_low_rank && !along)
     per_expert([&](int64_t e, int w) {
       low_rank_in(w, e, {kGate, kUp}, batch.x, l.hidden, true, false, t);
@@ -289,9 +327,10 @@ void Plan::gate_up_rows(int w, const Quantized* x, bf16* const* t, bool along, i
                         int64_t m, int64_t p0, int64_t p1, bf16* h, bf16* saved) const {
   const int64_t I = l.intermediate, count = kt::panels(I), expert = route.expert[size_t(e)];
   const int32_t* ids = route.token.data() + i;
-  const BaseRows a =
-      x ? BaseRows{true, {}, quantized_rows(w, *x, ids, i, m)}
-        : BaseRows{false, rows_of(w, kRows, batch.x, l.hidden, ids, m, l.hidden, hp), {}};
+  BaseRows a{};
+  if (x) a.codes = quantized_rows(w, *x, ids, i, m);
+  if (!x || (along && (lora.r[kGate] || lora.r[kUp])))
+    a.plain = rows_of(w, kRows, batch.x, l.hidden, ids, m, l.hidden, hp);
   for (int q : {kGate, kUp})
     if (along && lora.r[q])
       project(w, a.plain, factor(e, q, kA), lora.scaling[q], i, t[q] + i * rp[q], nullptr, rp[q]);

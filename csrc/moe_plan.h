@@ -38,6 +38,9 @@ enum Slot {
   kHCodes,
   kCodes,
   kSummand,
+  kDigits,
+  kTurned,
+  kTurnedUp,
   kCarry,
   kPartial,
   kTokens,
@@ -45,10 +48,21 @@ enum Slot {
 };
 static_assert(kSlotsUsed <= kSlots);
 
-struct BaseRows {  // operand A of a product with base weights, in either compute domain
-  bool int8;
+struct BaseRows {  // operand A of a product with base weights: `codes` where rows are quantized
   Rows plain;
   Quantized codes;
+};
+
+// Operand A of transposed products with base weights. Where codes are turned (Plan::turns_codes) it
+// is quantized for one scale group of columns after the other; elsewhere there are plain rows too.
+struct TurnedRows {
+  const bf16* src;
+  int64_t ld;
+  const int32_t* ids;  // row numbers in src, or null for consecutive rows
+  int64_t m;
+  Slot slot;                       // where codes go
+  int64_t slice = -1, group = -1;  // what they are for
+  Quantized codes{};
 };
 
 // A LoRA factor as weights of nt: A [r, in], B [out, r]; A^T [in, r], B^T [r, out] for backward.
@@ -65,8 +79,9 @@ struct Plan {
   std::vector<Slice> slices;
   std::vector<int64_t> owners;  // node i works with slices [owners[i], owners[i + 1])
   int64_t rp[3];                // LoRA ranks padded
+  int digits;                   // of a quantized row; 0: rows are not quantized
 
-  Plan(const Layer& layer, const Batch& b, const Lora& lo, Route wave);
+  Plan(const Layer& layer, const Batch& b, const Lora& lo, Compute compute, Route wave);
 
   Packed weight(int64_t expert, int projection, const Slice& s) const {
     return {l.data + s.matrix(expert, projection), s.shape(projection)};
@@ -133,18 +148,27 @@ struct Plan {
   void low_rank_in(int w, int64_t active, std::initializer_list<int> ps, const bf16* src,
                    int64_t ld, bool by_token, bool weighted, bf16* const* t) const;
 
+  // Tokens quantized for gate and up, or nothing where rows are not.
+  std::vector<Quantized> quantized_tokens() const;
   // Rows [0, rows) of src quantized for projection p, in shared scratch: once for gate and up, per
   // slice for down.
   std::vector<Quantized> quantize(Slot s, int p, const bf16* src, int64_t ld, int64_t rows) const;
-  // Rows ids[i] (or first + i) of `all`, side by side.
+  // Rows ids[i] (or first + i) of `all`, side by side, each with its digits.
   Quantized quantized_rows(int w, const Quantized& all, const int32_t* ids, int64_t first,
                            int64_t m) const;
 
-  // C = A W^T in the rows' domain.
+  // C = A W^T.
   void base_nt(int w, const BaseRows& a, const Packed* const* weight, const int64_t* panel,
                int count, float* c) const;
 
-  // Stage 1 for all experts: h and/or saved pre-activations. x: tokens quantized (int8 domain).
+  // Whether transposed products take codes as they are: rows of two digits, and scale groups of
+  // columns long enough for quantizing them anew.
+  bool turns_codes() const;
+  // C[:, 0..32) (+)= A W[:, col .. col + 32) for the slice's part of a matrix of active expert e.
+  void base_nn(int w, TurnedRows& a, const Rows& plain, int64_t e, int proj, const Slice& s,
+               int64_t col, bool add, float* c) const;
+
+  // Stage 1 for all experts: h and/or saved pre-activations. x: tokens quantized, or null.
   void gate_up(const Quantized* x, bf16* h, bf16* saved);
   // Its panels [p0, p1), rows [i, i + m) of active expert e; t: low-rank inputs of gate and up.
   void gate_up_rows(int w, const Quantized* x, bf16* const* t, bool along, int64_t e, int64_t i,

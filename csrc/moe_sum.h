@@ -8,7 +8,7 @@
 //
 // A stage S offers (i, m: rows of the route; e: active expert; u: 32 columns; c: [m][32])
 //   operand(w, i, m, col, n)       rows [i, i + m), values [col, col + n) of I, ready to multiply
-//   product(w, operand, e, slice, u, c)   c = the slice's part
+//   product(w, operand, e, slice, u, c)   c = the slice's part; may prepare the operand further
 //   adapts(), adapt(w, e, i, m, u, c)     c += the adapter's part
 //   begin(e, u)                    a task's columns of expert e are next
 //   weight()                       per row, or null
@@ -22,8 +22,8 @@ namespace kt {
 constexpr int64_t kPartialBytes = 32 << 20;
 
 template <class S>
-void sum_row_block(const Plan& p, const S& s, int w, const typename S::Operand& a, int64_t e,
-                   int64_t i, int64_t m, int64_t u, float* c) {
+void sum_row_block(const Plan& p, const S& s, int w, typename S::Operand& a, int64_t e, int64_t i,
+                   int64_t m, int64_t u, float* c) {
   const int64_t slices = int64_t(p.slices.size());
   s.product(w, a, e, 0, u, c);
   float* part = slices > 1 ? p.c(w, kSummand) : nullptr;
@@ -64,7 +64,7 @@ void sum_on_one_node(const Plan& p, const S& s, const Columns& out) {
     for (int64_t e = 0; e < p.route.active(); ++e) {
       s.begin(e, u0);
       row_blocks(p.route.start[size_t(e)], p.route.start[size_t(e) + 1], [&](int64_t i, int64_t m) {
-        const typename S::Operand a = s.operand(w, i, m, 0, p.ip);
+        typename S::Operand a = s.operand(w, i, m, 0, p.ip);
         for (int64_t u = u0; u < u1; ++u) {
           float* c = p.c(w);
           sum_row_block(p, s, w, a, e, i, m, u, c);

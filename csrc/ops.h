@@ -180,6 +180,14 @@ struct Ops {
     for (int64_t j = 0; j < m * kCols; j += L) *(f32*)(c + j) += *(const f32*)(src + j);
   }
 
+  static void add_pairs(const float* src, int64_t m, bool add, float* c) {
+    for (int64_t i = 0; i < m; ++i, src += 2 * kCols, c += kCols)
+      for (int64_t j = 0; j < kCols; j += L) {
+        const f32 sum = *(const f32*)(src + j) + *(const f32*)(src + kCols + j);
+        *(f32*)(c + j) = add ? *(f32*)(c + j) + sum : sum;
+      }
+  }
+
   // Counter-based: a mask depends on its name, the projection and the element, never on the order
   // of work.
   KT_OP uint32_t row_key(const DropKey& key, uint64_t mask) {

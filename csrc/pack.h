@@ -8,21 +8,21 @@ namespace {
 template <class I>
 constexpr int kVecs = int(kPanel) / I::lanes;  // vectors per panel line
 
-// One step of transposing squares of N x N lanes that lie side by side in N vectors: lanes whose
-// numbers differ in bit S change places.
+// Lanes of x whose number has bit S change places with those of y that have it not.
+template <int S, class T>
+KT_OP void exchange(T& x, T& y) {
+  constexpr int L = int(sizeof(T) / sizeof(x[0]));
+  T keep, take;
+  for (int i = 0; i < L; ++i) keep[i] = i & S ? L + i - S : i, take[i] = i & S ? L + i : i + S;
+  const T both = __builtin_shuffle(x, y, keep);
+  y = __builtin_shuffle(x, y, take), x = both;
+}
+// One step of transposing squares of N x N lanes that lie side by side in N vectors.
 template <int S, class T, int N>
 KT_OP void butterfly(T (&v)[N]) {
-  if constexpr (S < N) {
-    constexpr int L = int(sizeof(T) / sizeof(v[0][0]));
-    T keep, take;
-    for (int i = 0; i < L; ++i) keep[i] = i & S ? L + i - S : i, take[i] = i & S ? L + i : i + S;
+  if constexpr (S < N)
     for (int i = 0; i < N; ++i)
-      if (!(i & S)) {
-        T x = v[i], y = v[i + S];
-        v[i] = __builtin_shuffle(x, y, keep);
-        v[i + S] = __builtin_shuffle(x, y, take);
-      }
-  }
+      if (!(i & S)) exchange<S>(v[i], v[i + S]);
 }
 template <class T, int N>
 KT_OP void transpose_squares(T (&v)[N]) {

@@ -20,6 +20,7 @@ openmp.share_threads()
 
 PROJECTIONS = ("gate", "up", "down")
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "sigmoid": 4}
+COMPUTE = {"bf16": 0, "int8": 1, "int16": 2}
 _DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 # Weights per scale where no group is asked for (bf16 has no scales); most bits first
 DEFAULT_GROUP = {"bf16": 0, "int8": 128, "int4": 32}
@@ -268,10 +269,10 @@ class Experts:
         if save:
             shape = count, 2, self.intermediate
             saved = torch.empty(shape, dtype=torch.bfloat16, device="cpu")
-        if compute not in ("bf16", "int8") or (compute == "int8" and save):
+        if compute not in COMPUTE or (compute == "int8" and save):
             raise ValueError(
-                f"compute is {compute!r}{' with save' if save else ''}; give 'bf16', or 'int8' "
-                "without save (training is in bf16)"
+                f"compute is {compute!r}{' with save' if save else ''}; give 'bf16', 'int16', or "
+                "'int8' without save (training is in bf16 or int16)"
             )
         if self.check_finite:
             self._refuse_non_finite(lora, x=x, top_k_weights=top_k_weights)
@@ -285,7 +286,7 @@ class Experts:
                 weights.data_ptr(),
                 part,
                 native,
-                compute == "int8",
+                COMPUTE[compute],
                 out.data_ptr(),
                 kind == torch.bfloat16,
                 saved.data_ptr() if saved is not None else 0,
@@ -305,10 +306,16 @@ class Experts:
         need_dx: bool = True,
         need_dw: bool = True,
         need_lora: bool = True,
+        compute: str = "bf16",
         share: Share | None = None,
     ) -> Grads:
         """Gradients of :meth:`forward` for ``grad_out [T, H]``; without ``saved`` gate and up are
-        computed again, to the same bits."""
+        computed again, to the same bits if ``compute`` is that of the forward.
+
+        ``compute``: "bf16" or "int16". Of the transposed products, those with weights of at least
+        64 values per scale are computed in 16-bit rows."""
+        if compute not in ("bf16", "int16"):
+            raise ValueError(f"compute is {compute!r}; give 'bf16' or 'int16'")
         tokens, top_k, rows, index, weights = self._batch(x, top_k_index, top_k_weights)
         count, part = self._share(share, index)
         if grad_out.shape != x.shape:
@@ -342,6 +349,7 @@ class Experts:
                 weights.data_ptr(),
                 part,
                 native,
+                COMPUTE[compute],
                 dy.data_ptr(),
                 address(saved),
                 address(dx),

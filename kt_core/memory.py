@@ -53,7 +53,7 @@ class MemoryPlan:
 
 
 def keep_freed_tensors() -> bool:
-    """Has glibc keep freed blocks below 4 MiB for the next ones, until `return_freed_tensors`.
+    """Has glibc keep freed blocks below 32 MiB for the next ones, until `return_freed_tensors`.
 
     Left alone it gives memory back while a training step still needs it, and the kernel clears the
     pages anew: at 1,024 tokens the demo took 9.2 s a step where every tensor's pages went back at
@@ -69,7 +69,7 @@ def keep_freed_tensors() -> bool:
         mallopt = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError):
         return False
-    return bool(mallopt(_M_TRIM_THRESHOLD, 2**31 - 1) and mallopt(_M_MMAP_THRESHOLD, 4 << 20))
+    return bool(mallopt(_M_TRIM_THRESHOLD, 2**31 - 1) and mallopt(_M_MMAP_THRESHOLD, 32 << 20))
 
 
 def return_freed_tensors() -> None:

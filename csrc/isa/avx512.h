@@ -44,6 +44,11 @@ struct Isa_avx512 : ByteLanes<16> {
         _mm512_broadcast_i32x4(_mm_setr_epi8(0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15));
     return (u32)_mm512_shuffle_epi8((__m512i)x, order);
   }
+  KT_OP u32 turn_bytes(u32 x) {
+    const __m512i order =
+        _mm512_broadcast_i32x4(_mm_setr_epi8(0, 8, 4, 12, 2, 10, 6, 14, 1, 9, 5, 13, 3, 11, 7, 15));
+    return (u32)_mm512_shuffle_epi8((__m512i)x, order);
+  }
   KT_OP void store_a(A* p, const bf16* src) { *(f32*)p = load_bf16(src); }
 
   template <int N>

@@ -17,6 +17,7 @@ struct Isa_avx512_vnni : Isa_avx512 {
     return (i32)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)w, dword_at(q->v));
   }
   static constexpr bool signed_bytes = true;
+  static constexpr bool int16_pays = true;
   KT_OP i32 idot_signed(i32 acc, u32 w, const Quad* q) {
     return (i32)_mm512_dpbusd_epi32((__m512i)acc, dword_at(q->v), (__m512i)w);
   }

@@ -17,6 +17,7 @@ struct Isa_avx_vnni : Isa_avx2 {
     return (i32)_mm256_dpbusd_avx_epi32((__m256i)acc, (__m256i)w, dword_at(q->v));
   }
   static constexpr bool signed_bytes = true;
+  static constexpr bool int16_pays = true;
   KT_OP i32 idot_signed(i32 acc, u32 w, const Quad* q) {
     return (i32)_mm256_dpbusd_avx_epi32((__m256i)acc, dword_at(q->v), (__m256i)w);
   }
