@@ -18,26 +18,66 @@ struct Across8 : Driver8<I, F> {
   static constexpr int kQuads = int(kPanel) / 4;         // of a panel's channels
   static constexpr int64_t kGroup = kChannels / kPanel;  // panels whose channels share a row scale
 
-  // factors: [n] fp32, n padded to panels.
-  static void quantize(const bf16* src, int64_t ld, const int32_t* rows, int64_t m, const Packed& w,
-                       int64_t col, void* codes, RowScale* scale, int32_t* start, float* factors) {
-    const int64_t n = panels(w.shape.n) * kPanel, quads = n / 4,
-                  count = (n + kChannels - 1) / kChannels;
-    for (int64_t p = 0; p * kPanel < n; ++p) {
-      const bf16* of = D::scales(w, p) + col / group_size(w.shape) * kPanel;
-      for (int j = 0; j < V; ++j) *(f32*)(factors + p * kPanel + j * L) = I::load_bf16(of + j * L);
-    }
-    auto* q = (Quad*)codes;
-    for (int64_t i = 0; i < m; ++i, q += 2 * quads, scale += 2 * count, start += 2 * count) {
-      const bf16* row = src + (rows ? rows[i] : i) * ld;
-      for (int64_t g = 0, first = 0; g < count; ++g, first += kChannels) {
-        auto values = [&](int64_t k) __attribute__((always_inline)) {
-          return Across8::load_edge(row + first + k, w.shape.n - first - k) *
-                 *(const f32*)(factors + first + k);
-        };
-        Across8::template quantize_group<2>(values, min64(kChannels, n - first), q + first / 4,
-                                            quads, scale + g, start + g, count);
+  // Rows as fp32 in [-1, 1], zero from n to np; top: the largest value of every kChannels.
+  static void normalize(const bf16* src, int64_t ld, const int32_t* rows, int64_t m, int64_t n,
+                        int64_t np, float* out, float* top) {
+    for (int64_t i = 0; i < m; ++i, out += np)
+      for (int64_t first = 0; first < np; first += kChannels) {
+        const bf16* row = src + (rows ? rows[i] : i) * ld + first;
+        const int64_t count = min64(kChannels, np - first);
+        f32 v[kChannels / L];
+        for (int64_t k = 0; k < count; k += L)
+          v[k / L] = Across8::load_edge(row + k, n - first - k);
+        const float most = Across8::largest(v, count), inv = 1.f / most;
+        const bool none = most != most || inv - inv != 0;  // not finite, or zero or nearly so
+        for (int64_t k = 0; k < count; k += L)
+          *(f32*)(out + first + k) = none ? f32{} : v[k / L] * I::splat(inv);
+        *top++ = none && most == most ? 0.f : most;
       }
+  }
+  static void quantize(const float* rows, const float* top, int64_t m, const Packed& w, int64_t col,
+                       void* codes, RowScale* scale, int32_t* start, float* factors) {
+    constexpr float whole = 127.f * 256.f + 127.f;
+    const int64_t n = padded_channels(w.shape), quads = n / 4,
+                  count = (n + kChannels - 1) / kChannels;
+    float* unit = factors + n;
+    scale_factors(w, col, whole, factors, unit);
+    auto* q = (Quad*)codes;
+    for (int64_t i = 0; i < m; ++i, top += count, scale += 2 * count, start += 2 * count)
+      for (int64_t g = 0; g < count; ++g) {
+        int32_t sums[2] = {};
+        for (int64_t k = g * kChannels; k < min64(n, (g + 1) * kChannels); k += 64, rows += 64) {
+          int8_t digit[2][64];
+          I::split(rows, factors + k, digit[0], digit[1], I{});
+          for (int d = 0; d < 2; ++d)
+            sums[d] += Across8::put_codes(digit[d], 64, q + (2 * i + d) * quads + k / 4);
+        }
+        float low = top[g] * unit[g];
+        Across8::shorten(low);
+        scale[g] = {256.f * low, -kWhole * (256.f * low)}, start[g] = kWholeBits - sums[0];
+        scale[count + g] = {low, -kWhole * low}, start[count + g] = kWholeBits - sums[1];
+      }
+  }
+  // Scales of the channels for the group of column `col`, divided by unit[g] of their kChannels:
+  // the largest is `whole`.
+  KT_OP void scale_factors(const Packed& w, int64_t col, float whole, float* factors, float* unit) {
+    const int64_t n = padded_channels(w.shape), stored = panels(w.shape.n) * kPanel;
+    for (int64_t k = 0; k < n; k += kPanel)
+      for (int j = 0; j < V; ++j)
+        *(f32*)(factors + k + j * L) =
+            k < stored ? I::load_bf16(D::scales(w, k / kPanel) +
+                                      col / group_size(w.shape) * kPanel + j * L)
+                       : f32{};
+    for (int64_t g = 0, k = 0; k < n; ++g) {
+      float most = 0;
+      const int64_t first = k, end = min64(n, k + kChannels);
+      for (; k < end; ++k) {  // int4's may be negative
+        const float size = __builtin_fabsf(factors[k]);
+        most = size > most ? size : most;
+      }
+      const float up = most > 0 ? whole / most : 0.f;
+      for (k = first; k < end; ++k) factors[k] *= up - up == 0 ? up : 0.f;
+      unit[g] = up - up == 0 ? most / whole : 0.f;
     }
   }
 
@@ -46,7 +86,7 @@ struct Across8 : Driver8<I, F> {
     if (a.m == 0) return;
     const bf16* const ones[2] = {kOnes, kOnes};
     const Groups n{a.groups, kChannels / 4, a.groups};  // all share one scale of weights: 1
-    const int64_t count = panels(w.shape.n);
+    const int64_t stored = panels(w.shape.n), count = padded_channels(w.shape) / kPanel;
     for (int64_t p = 0; p < count; p += kAtOnce) {
       const int64_t end = min64(count, p + kAtOnce), lines = (end - p) * kQuads;
       const Block block{p / kGroup, (end + kGroup - 1) / kGroup, p * kQuads, end * kQuads};
@@ -54,9 +94,15 @@ struct Across8 : Driver8<I, F> {
       i32 starts[2 * V * kAtOnce / kGroup];
       typename Across8::template Weights<2> weights{{}, V, starts, 2 * V};
       for (int q = 0; q < 2; ++q, b += lines * V) {
-        for (int64_t x = p; x < end; ++x)
-          turn(D::lines(w, x) + (col + q * kPanel) / (2 * F::pairs) * kAlign,
-               b + (x - p) * kQuads * V);
+        const int64_t lines_to = (col + q * kPanel) / (2 * F::pairs) * kAlign;
+        for (int64_t x = p; x < end; ++x) {
+          u32 quad[kQuads][V] = {};
+          if (x < stored) turn(D::lines(w, x) + lines_to, quad);
+          // as split() has them: quad j of four panels, then quad j + 1
+          u32* to = b + ((x - p) / 4 * 4 * kQuads + (x - p) % 4) * V;
+          for (int j = 0; j < kQuads; ++j, to += 4 * V)
+            for (int y = 0; y < V; ++y) to[y] = quad[j][y];
+        }
         weights.b[q] = b;
         if constexpr (direct) Across8::begin_sums(b, block, n, starts + q * V, 2 * V);
       }
@@ -68,8 +114,8 @@ struct Across8 : Driver8<I, F> {
   // Panels that are transposed at once: 24 KB of lines, which stay in L1.
   static constexpr int64_t kAtOnce = 6 * kGroup;
 
-  // One panel's 16 channels x 16 k, from `line` on, to 4 quads of channels [16 k].
-  KT_OP void turn(const uint8_t* line, u32* quads) {
+  // One panel's 16 channels x 16 k, from `line` on, as quads of channels with lanes along k.
+  KT_OP void turn(const uint8_t* line, u32 (&quads)[kQuads][V]) {
     constexpr int kLines = int(kPanel) / 4 / F::quads;
     u32 x[4][V];  // four k of all channels
     for (int t = 0; t < kLines; ++t)
@@ -81,15 +127,13 @@ struct Across8 : Driver8<I, F> {
           __builtin_prefetch(line + (kCols / (2 * F::pairs) + t) * kAlign, 0, 2);
       }
     if constexpr (L == kPanel) {  // runs of four dwords change places
-      u32 run[4] = {x[0][0], x[1][0], x[2][0], x[3][0]};
-      exchange<4>(run[0], run[1]), exchange<4>(run[2], run[3]);
-      exchange<8>(run[0], run[2]), exchange<8>(run[1], run[3]);
-      for (int j = 0; j < kQuads; ++j) quads[j] = run[j];
+      for (int t = 0; t < 4; ++t) quads[t][0] = x[t][0];
+      exchange<4>(quads[0][0], quads[1][0]), exchange<4>(quads[2][0], quads[3][0]);
+      exchange<8>(quads[0][0], quads[2][0]), exchange<8>(quads[1][0], quads[3][0]);
     } else {
-      auto* to = (uint32_t*)quads;
       for (int j = 0; j < kQuads; ++j)
-        for (int t = 0; t < 4; ++t)
-          for (int i = 0; i < 4; ++i) *to++ = x[t][4 * j / L][4 * j % L + i];
+        for (int k = 0; k < kPanel; ++k)
+          quads[j][k / L][k % L] = x[k / 4][4 * j / L][4 * j % L + k % 4];
     }
   }
 };

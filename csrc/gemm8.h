@@ -68,30 +68,20 @@ struct Driver8 {
   template <int D>
   KT_OP void quantize_group(auto values, int64_t n, Quad* q, int64_t quads, RowScale* scale,
                             int32_t* start, int64_t count) {
-    constexpr float largest = D == 2 ? 127.f * 256.f + 127.f : 127.f;
-    f32 v[128 / L], top = {}, bad = {};
-    for (int64_t k = 0; k < n; k += L) {
-      const f32 x = values(k), size = (f32)((u32)x & 0x7fffffffu);
-      top = size > top ? size : top;
-      bad += x - x;  // a row with a NaN or Inf must not come out finite
-      v[k / L] = x;
-    }
-    auto sum_of = [](auto a, auto b) __attribute__((always_inline)) { return a + b; };
-    auto max_of = [](f32 a, f32 b) __attribute__((always_inline)) { return a > b ? a : b; };
-    const float most = I::over_lanes(top, max_of), nan = I::over_lanes(bad, sum_of);
-    float inv = most > 0 ? largest / most : 0.f;
-    if (nan != 0 || inv - inv != 0) inv = 0;  // subnormal values: codes 0
+    constexpr float whole_range = D == 2 ? 127.f * 256.f + 127.f : 127.f;
+    f32 v[128 / L];
+    for (int64_t k = 0; k < n; k += L) v[k / L] = values(k);
+    const float most = largest(v, n);
+    float inv = most > 0 ? whole_range / most : 0.f;
+    if (inv - inv != 0) inv = 0;  // subnormal values: codes 0
     // Adding kWhole rounds to an integer, ties even, and leaves it in the low bits.
     int16_t whole[128];
     for (int64_t k = 0; k < n; k += L) {
       const f32 x = I::fma(v[k / L], I::splat(inv), I::splat(kWhole));
       *(typename I::i16*)(whole + k) = __builtin_convertvector((i32)x, typename I::i16);
     }
-    float unit = most / largest + nan;
-    uint32_t bits;
-    __builtin_memcpy(&bits, &unit, 4);
-    bits &= ~3u;  // RowScale
-    __builtin_memcpy(&unit, &bits, 4);
+    float unit = most / whole_range;
+    shorten(unit);
     for (int d = D - 1; d >= 0; --d, unit *= 256.f) {
       int8_t code[128];
       for (int64_t k = 0; k < n; ++k) {
@@ -101,6 +91,25 @@ struct Driver8 {
       scale[d * count] = {unit, -kWhole * unit};
       start[d * count] = kWholeBits - put_codes(code, n, q + d * quads);
     }
+  }
+  // The largest size of n values; NaN if one is NaN or Inf: such a row must not come out finite.
+  KT_OP float largest(const f32* v, int64_t n) {
+    f32 top = {}, bad = {};
+    for (int64_t k = 0; k < n; k += L) {
+      const f32 x = v[k / L], size = (f32)((u32)x & 0x7fffffffu);
+      top = size > top ? size : top;
+      bad += x - x;
+    }
+    auto sum_of = [](auto a, auto b) __attribute__((always_inline)) { return a + b; };
+    auto max_of = [](f32 a, f32 b) __attribute__((always_inline)) { return a > b ? a : b; };
+    return I::over_lanes(top, max_of) + I::over_lanes(bad, sum_of);
+  }
+  // To 22 bits (RowScale).
+  KT_OP void shorten(float& scale) {
+    uint32_t bits;
+    __builtin_memcpy(&bits, &scale, 4);
+    bits &= ~3u;
+    __builtin_memcpy(&scale, &bits, 4);
   }
   // Stores n codes; returns F::bias times their sum where sums of products need it.
   KT_OP int32_t put_codes(int8_t* code, int64_t n, Quad* q) {

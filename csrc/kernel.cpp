@@ -25,6 +25,7 @@ constexpr Kernel make() {
     k.quad_size = sizeof(typename I::Quad);
     k.int16_pays = I::int16_pays;
     k.quantize = Driver8<I, F>::quantize, k.nt8 = Driver8<I, F>::nt;
+    k.normalize = Across8<I, F>::normalize;
     k.quantize_across = Across8<I, F>::quantize, k.nn8 = Across8<I, F>::nn;
   }
   k.gate_forward = O::gate_forward, k.gate_backward = O::gate_backward;

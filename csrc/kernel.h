@@ -23,6 +23,7 @@ struct RowScale {
 constexpr float kWhole = 12582912.f;  // 1.5 * 2^23
 constexpr int32_t kWholeBits = 0x4b400000;
 constexpr int64_t kChannels = 128;  // values per scale of a row in transposed products
+KT_OP int64_t padded_channels(const Shape& s) { return round_up(s.n, 64); }
 constexpr int64_t kGroupBytes =
     sizeof(RowScale) + sizeof(int32_t);  // of a row's group: scale, start
 struct Quantized {
@@ -86,12 +87,15 @@ struct Kernel {
   // As nt, without `add`.
   void (*nt8)(const Quantized& a, const Packed* const* w, const int64_t* p, int count, float* c,
               void* scratch);
-  // Rows [m][n] times the scales of W's channels for the group of column `col`, quantized to two
-  // digits with a scale per kChannels: codes [2 m][n / 4] quads, n padded to panels (here and in
-  // factors: fp32 [n], scratch).
-  void (*quantize_across)(const bf16* src, int64_t ld, const int32_t* rows, int64_t m,
-                          const Packed& w, int64_t col, void* codes, RowScale* scale,
-                          int32_t* start, float* factors);
+  // Rows as fp32 in [-1, 1], zero from n to np, times `top` [m][groups of kChannels].
+  void (*normalize)(const bf16* src, int64_t ld, const int32_t* rows, int64_t m, int64_t n,
+                    int64_t np, float* out, float* top);
+  // Such rows times the scales of W's channels for the group of column `col`, quantized to two
+  // digits with a scale per kChannels: codes [2 m][np / 4] quads, np = padded_channels().
+  // factors: scratch, fp32 [2 np].
+  void (*quantize_across)(const float* rows, const float* top, int64_t m, const Packed& w,
+                          int64_t col, void* codes, RowScale* scale, int32_t* start,
+                          float* factors);
   // As nn for such rows, without `add`.
   void (*nn8)(const Quantized& a, const Packed& w, int64_t col, float* c, void* scratch);
 

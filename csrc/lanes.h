@@ -169,6 +169,19 @@ struct Lanes {
   }
   // N quads from 4 N codes.
   KT_OP void quads(Quad* q, const int8_t* a) { *(u32*)q = swap_middle(*(const u32*)a); }
+  // round(v[k] * f[k]) = 256 high + low of 64 values, less than 2^15 in size. Four values of every
+  // 16 go together: value 16 t + 4 j + i to 16 j + 4 t + i.
+  KT_OP void split(const float* v, const float* f, int8_t* high, int8_t* low, auto) {
+    constexpr float whole = 12582912.f;  // 1.5 * 2^23: the sum has the integer in its low bits
+    for (int k = 0; k < 64; ++k) {
+      const float sum = v[k] * f[k] + whole;
+      int32_t bits;
+      __builtin_memcpy(&bits, &sum, 4);
+      const int16_t x = int16_t(bits);
+      const int at = k % 16 / 4 * 16 + k / 16 * 4 + k % 4;
+      low[at] = int8_t(x), high[at] = int8_t(int16_t(x + 128) >> 8);
+    }
+  }
   KT_OP i32 idot(i32 acc, u32 w, const Quad* q) {
     for (int i = 0; i < 4; ++i) acc += (i32)(w >> (8 * i) & 0xff) * int32_t(q->v[i]);
     return acc;

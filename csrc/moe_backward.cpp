@@ -76,7 +76,7 @@ void gate_stage(const Plan& p, const Work& k) {
     row_blocks(p.route.start[size_t(e)], p.route.start[size_t(e) + 1], [&](int64_t i, int64_t m) {
       const Rows a = !p.turns_codes() || (adapted && along) ? dy(w, i, m) : Rows{};
       if (adapted && along) low_rank_out(p, k, w, e, kDown, a, i);
-      TurnedRows turned{k.dy, p.l.hidden, p.route.token.data() + i, m, kTurned};
+      TurnedRows turned{k.dy, p.l.hidden, p.route.token.data() + i, m, kNormal, kTurned};
       for (int64_t u = u0; u < u1; ++u) gate_panels(p, k, w, e, turned, a, i, u);
       for (bf16* b : {k.dgate, k.dup, k.h})
         if (b && u1 == units && tail < p.ip)
@@ -107,7 +107,10 @@ struct DxSum {
   };
   Operand operand(int w, int64_t i, int64_t m, int64_t col, int64_t n) const {
     const bf16 *gate = k.dgate + i * p.ip, *up = k.dup + i * p.ip;
-    Operand a{{{gate, p.ip, nullptr, m, kTurned}, {up, p.ip, nullptr, m, kTurnedUp}}, {}, col};
+    Operand a{
+        {{gate, p.ip, nullptr, m, kNormal, kTurned}, {up, p.ip, nullptr, m, kNormalUp, kTurnedUp}},
+        {},
+        col};
     if (p.turns_codes()) return a;
     a.rows[kGate] = p.rows_of(w, kRows, gate + col, p.ip, nullptr, m, n, n);
     a.rows[kUp] = p.rows_of(w, kAt, up + col, p.ip, nullptr, m, n, n);

@@ -283,21 +283,31 @@ void Plan::base_nt(int w, const BaseRows& a, const Packed* const* weight, const 
 
 bool Plan::turns_codes() const { return digits == 2 && group_size(slices[0].up) >= 64; }
 
+// Operand A of one scale group of columns of `from`, whose first is `col`.
+void Plan::turn(int w, TurnedRows& a, const Packed& from, int proj, const Slice& s,
+                int64_t col) const {
+  const int64_t n = padded_channels(from.shape), quads = n / 4, rows = 2 * a.m,
+                count = (n + kChannels - 1) / kChannels, group = col / group_size(from.shape);
+  if (a.slice == s.begin && a.group == group) return;
+  auto* normal = (float*)scratch(w, a.normal, a.m * (n + count) * 4);
+  float* top = normal + a.m * n;
+  if (a.slice != s.begin)
+    k.normalize(a.src + (proj == kDown ? 0 : s.begin), a.ld, a.ids, a.m, from.shape.n, n, normal,
+                top);
+  auto* codes = (uint8_t*)scratch(w, a.slot, rows * (quads * k.quad_size + count * kGroupBytes));
+  auto* scale = (RowScale*)(codes + rows * quads * k.quad_size);
+  auto* start = (int32_t*)(scale + rows * count);
+  k.quantize_across(normal, top, a.m, from, col, codes, scale, start,
+                    (float*)scratch(w, kFactor, 2 * n * 4));
+  a.codes = {codes, scale, start, quads, kChannels, count, rows};
+  a.slice = s.begin, a.group = group;
+}
+
 void Plan::base_nn(int w, TurnedRows& a, const Rows& plain, int64_t e, int proj, const Slice& s,
                    int64_t col, bool add, float* c) const {
   const Packed from = weight(route.expert[size_t(e)], proj, s);
   if (!turns_codes()) return k.nn(plain, from, col, add, c, panels(w));
-  const int64_t n = kt::panels(from.shape.n) * kPanel, quads = n / 4, rows = 2 * a.m,
-                count = (n + kChannels - 1) / kChannels, group = col / group_size(from.shape);
-  if (a.slice != s.begin || a.group != group) {
-    auto* codes = (uint8_t*)scratch(w, a.slot, rows * (quads * k.quad_size + count * kGroupBytes));
-    auto* scale = (RowScale*)(codes + rows * quads * k.quad_size);
-    auto* start = (int32_t*)(scale + rows * count);
-    k.quantize_across(a.src + (proj == kDown ? 0 : s.begin), a.ld, a.ids, a.m, from, col, codes,
-                      scale, start, (float*)scratch(w, kFactor, n * 4));
-    a.codes = {codes, scale, start, quads, kChannels, count, rows};
-    a.slice = s.begin, a.group = group;
-  }
+  turn(w, a, from, proj, s, col);
   auto* both = (float*)scratch(w, kDigits, 2 * kRowBlock * kCols * 4);
   k.nn8(a.codes, from, col, both, panels(w));
   k.add_pairs(both, a.m, add, c);

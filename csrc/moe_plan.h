@@ -41,6 +41,8 @@ enum Slot {
   kDigits,
   kTurned,
   kTurnedUp,
+  kNormal,
+  kNormalUp,
   kCarry,
   kPartial,
   kTokens,
@@ -60,7 +62,7 @@ struct TurnedRows {
   int64_t ld;
   const int32_t* ids;  // row numbers in src, or null for consecutive rows
   int64_t m;
-  Slot slot;                       // where codes go
+  Slot normal, slot;               // where they go, as fp32 and as codes
   int64_t slice = -1, group = -1;  // what they are for
   Quantized codes{};
 };
@@ -164,6 +166,7 @@ struct Plan {
   // Whether transposed products take codes as they are: rows of two digits, and scale groups of
   // columns long enough for quantizing them anew.
   bool turns_codes() const;
+  void turn(int w, TurnedRows& a, const Packed& from, int proj, const Slice& s, int64_t col) const;
   // C[:, 0..32) (+)= A W[:, col .. col + 32) for the slice's part of a matrix of active expert e.
   void base_nn(int w, TurnedRows& a, const Rows& plain, int64_t e, int proj, const Slice& s,
                int64_t col, bool add, float* c) const;

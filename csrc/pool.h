@@ -76,7 +76,7 @@ std::vector<Crew> crews();
 
 // Grow-only scratch, valid while the Entry is held. `slot` names the use; worker -1 is shared, for
 // the caller alone to ask for.
-constexpr int kSlots = 32;
+constexpr int kSlots = 40;
 void* scratch(int worker, int slot, int64_t bytes);
 
 }  // namespace kt

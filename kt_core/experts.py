@@ -221,6 +221,12 @@ class Experts:
         self._layer.unpack(expert, p, out.data_ptr())
         return out
 
+    @property
+    def training_compute(self) -> str:
+        """`compute` for training: "int16" where this CPU multiplies such rows faster than bf16
+        (VNNI without bf16 units, int8 and int4 weights), at the same error; else "bf16"."""
+        return "int16" if self._layer.int16_pays else "bf16"
+
     def missing(self) -> list[tuple[int, str]]:
         """(expert, projection) pairs that were never put."""
         return [(e, PROJECTIONS[p]) for e, p in sorted(self._to_fill)]
@@ -248,9 +254,10 @@ class Experts:
             top_k_weights: ``[T, K]`` floating point.
             lora: adapter factors.
             save: also return the gate and up pre-activations for :meth:`backward`.
-            compute: domain of the products with base weights: "bf16", or "int8" (int8 and int4
-                weights, inference only): activations are quantized per row and group of up to 128
-                values, about 1 % relative error instead of 0.2 %.
+            compute: domain of the products with base weights: "bf16"; "int16" (int8 and int4
+                weights): activations as 16-bit codes per row and group of up to 128 values,
+                multiplied exactly, at the error of bf16; or "int8" (the same formats, inference
+                only): 8-bit codes, about 1 % relative error instead of 0.2 %.
             share: which experts to compute, in place of all.
 
         Returns:

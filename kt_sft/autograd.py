@@ -127,7 +127,8 @@ def experts_forward(
     if together:
         out, saved = gathered.ranks().forward(experts, hx, hi, hw, adapter, save=save)
     else:
-        out, saved = experts.forward(hx, hi, hw, adapter, save=save)
+        compute = experts.training_compute
+        out, saved = experts.forward(hx, hi, hw, adapter, save=save, compute=compute)
     progress.leave(experts.name, "forward")
     kept = torch.empty(0) if saved is None else saved
     # Saved activations stay in CPU memory: they are read there again, and GPU memory is what we are
@@ -164,8 +165,11 @@ def experts_backward(
         [_computable(grad_out), _computable(x), top_k_index, top_k_weights, *lora]
     )
     ranks = gathered.ranks() if together else None
-    compute = experts.backward if ranks is None else functools.partial(ranks.backward, experts)
-    grads = compute(
+    if ranks is None:
+        backward = functools.partial(experts.backward, compute=experts.training_compute)
+    else:
+        backward = functools.partial(ranks.backward, experts)
+    grads = backward(
         hg,
         hx,
         hi,

@@ -51,7 +51,10 @@ class HostRanks:
         share, (x, index, weights) = self._gather(
             experts, [x, top_k_index, top_k_weights], 1, _seed(lora)
         )
-        out, saved = experts.forward(x, index, weights, lora, save=save, share=share)
+        compute = experts.training_compute
+        out, saved = experts.forward(
+            x, index, weights, lora, save=save, compute=compute, share=share
+        )
         return self._sum(out, share), saved
 
     def backward(
@@ -84,6 +87,7 @@ class HostRanks:
             need_dx=need_dx,
             need_dw=need_dw,
             need_lora=need_lora,
+            compute=experts.training_compute,
             share=share,
         )
         wanted = [t for t in (grads.dx, grads.dw) if t is not None]

@@ -12,7 +12,7 @@ struct Isa_avx512_vnni : Isa_avx512 {
       7;  // 7 x 2 sums and 7 x 2 of C: folding a group costs no memory access
   using Quad = Lanes<16>::Quad;
   KT_OP Quad quad(const int8_t* a) { return Lanes<16>::quad(a); }
-  KT_OP void quads(Quad* q, const int8_t* a) { Lanes<16>::quads(q, a); }
+  KT_OP void quads(Quad* q, const int8_t* a) { *(u32*)q = swap_middle(*(const u32*)a); }
   KT_OP i32 idot(i32 acc, u32 w, const Quad* q) {
     return (i32)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)w, dword_at(q->v));
   }
