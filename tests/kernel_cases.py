@@ -142,13 +142,27 @@ def make_dy(case: Case) -> torch.Tensor:
     return (noise + out / out.pow(2).mean().sqrt().clamp_min(1e-30)).to(torch.bfloat16)
 
 
+def computes(case: Case) -> tuple[str, ...]:
+    """The domains in which a layer can be trained."""
+    return ("bf16",) if case.layer.format == "bf16" else ("bf16", "int16")
+
+
 def check_case(case: Case, saved: bool = True, masks=None) -> dict[str, float]:
-    """Forward and backward against the reference; returns the relative errors by name."""
+    """Forward and backward against the reference, in every domain; returns the relative errors of
+    bf16 by name.
+    """
     dy = make_dy(case)
-    ref, grads = case.run_reference(dy, masks)
-    out, kept = case.layer.forward(case.x.float(), case.index, case.weights, case.lora, save=saved)
-    errors = {"forward": check_close("forward", out, ref, FORWARD_BAR)}
-    got = case.layer.backward(dy.float(), case.x.float(), case.index, case.weights, case.lora, kept)
+    reference = case.run_reference(dy, masks)
+    found = [check_compute(case, c, dy, reference, saved) for c in computes(case)]
+    return found[0]
+
+
+def check_compute(case: Case, compute: str, dy, reference, saved: bool = True) -> dict[str, float]:
+    ref, grads = reference
+    args = case.x.float(), case.index, case.weights, case.lora
+    out, kept = case.layer.forward(*args, save=saved, compute=compute)
+    errors = {"forward": check_close(f"{compute} forward", out, ref, FORWARD_BAR)}
+    got = case.layer.backward(dy.float(), *args, kept, compute=compute)
     errors["dx"] = check_close("dx", got.dx, grads["dx"], GRAD_BAR)
     errors["dw"] = check_close("dw", got.dw, grads["dw"], GRAD_BAR, rows=False)
     for p in got.a:
@@ -164,9 +178,12 @@ def forward(case: Case) -> torch.Tensor:
 def everything(case: Case) -> list[torch.Tensor]:
     """Outputs of a forward and a backward, for comparing bits."""
     args = case.x.float(), case.index, case.weights, case.lora
-    out, saved = case.layer.forward(*args, save=True)
-    g = case.layer.backward(args[0], *args, saved)
-    return [out, saved, g.dx, g.dw, *g.a.values(), *g.b.values()]
+    found = []
+    for c in computes(case):
+        out, saved = case.layer.forward(*args, save=True, compute=c)
+        g = case.layer.backward(args[0], *args, saved, compute=c)
+        found += [out, saved, g.dx, g.dw, *g.a.values(), *g.b.values()]
+    return found
 
 
 def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:

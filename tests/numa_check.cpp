@@ -191,8 +191,8 @@ struct Case {
   }
   std::vector<float> forward() const {
     std::vector<float> out(T * H);
-    moe_forward(l, {T, K, x.data(), index.data(), weight.data()}, {}, false, Sum{out.data()},
-                nullptr);
+    moe_forward(l, {T, K, x.data(), index.data(), weight.data()}, {}, Compute::kBf16,
+                Sum{out.data()}, nullptr);
     return out;
   }
 };

@@ -73,6 +73,8 @@ class SlowExperts:
         self._missing = {(e, p) for e in range(num_experts) for p in PROJECTIONS}
         self.forwards = self.backwards = 0
 
+    training_compute = "fp32"
+
     @staticmethod
     def packed_nbytes(num_experts, hidden, intermediate, format, group, slices=1) -> int:
         return 4 * 3 * num_experts * hidden * intermediate
@@ -116,7 +118,9 @@ class SlowExperts:
     def packed(self) -> memoryview:
         return self._bytes
 
-    def forward(self, x, top_k_index, top_k_weights, lora=None, *, save=False, share=None):
+    def forward(
+        self, x, top_k_index, top_k_weights, lora=None, *, save=False, compute="fp32", share=None
+    ):
         """x [T, H], index and weights [T, K] -> (out [T, H], saved [T*K, 2, I] fp32 or None)."""
         self.forwards += 1
         saved = x.new_zeros(top_k_index.numel(), 2, self.intermediate, dtype=torch.float32)
@@ -143,6 +147,7 @@ class SlowExperts:
         need_dx=True,
         need_dw=True,
         need_lora=True,
+        compute="fp32",
         share=None,
     ) -> Grads:
         """Gradients of sum(grad_out * out): dx [T, H], dw [T, K], a and b by projection."""

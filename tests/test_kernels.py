@@ -14,6 +14,7 @@ from kernel_cases import (
     INT8_ELEMENT_BAR,
     check_case,
     check_close,
+    computes,
     make_case,
     make_dy,
     relative,
@@ -194,8 +195,48 @@ def test_values_whose_inverse_scale_is_infinite(tier, format):
     args = torch.zeros(3, 1).long(), torch.ones(3, 1)
     for p in PROJECTIONS:
         layer.put(0, p, torch.ones(64, 32) if p == "down" else torch.ones(32, 64))
-    out, _ = layer.forward(tiny[:3], *args, compute="int8")
-    assert (out.abs() < 2.0**-100).all()
+    for compute in ("int8", "int16"):
+        out, _ = layer.forward(tiny[:3], *args, compute=compute)
+        assert (out.abs() < 2.0**-100).all()
+    grads = layer.backward(tiny[:3], tiny[:3], *args, compute="int16")
+    assert (grads.dx.abs() < 2.0**-100).all()
+
+
+def test_int16_rows_are_another_arithmetic_of_the_same_error(tier):
+    case = make_case(H=300, I=200, T=40, lora=())
+    dy = make_dy(case)
+    ref, want = case.run_reference(dy)
+    args = case.x.float(), case.index, case.weights
+    found, errors = {}, {}
+    for c in ("bf16", "int16"):
+        out, saved = case.layer.forward(*args, save=True, compute=c)
+        dx = case.layer.backward(dy.float(), *args, saved=saved, compute=c).dx
+        found[c] = out, dx
+        errors[c] = relative(out, ref), relative(dx, want["dx"])
+    for i in range(2):
+        assert not torch.equal(found["bf16"][i], found["int16"][i])
+        assert errors["int16"][i] < 1.05 * errors["bf16"][i]
+
+
+def test_rows_of_one_size_lose_nothing_to_a_large_one(tier):
+    """Every row has its own scales, forward and backward."""
+    case = make_case(H=128, I=96, T=12, lora=())
+    scale = 10.0 ** torch.linspace(-12, 6, 12)[:, None]
+    args = case.x.float(), case.index, case.weights
+    dy = make_dy(case).float()
+    _, saved = case.layer.forward(*args, save=True, compute="int16")
+    one = case.layer.backward(dy, *args, saved=saved, compute="int16")
+    many = case.layer.backward((dy * scale).bfloat16().float(), *args, saved=saved, compute="int16")
+    for i in range(12):
+        assert relative(many.dx[i] / scale[i], one.dx[i]) < 1e-2
+
+
+def test_training_takes_the_domain_that_is_fast_here(tier):
+    """VNNI multiplies 16-bit rows at twice the rate of fp32; units for bf16 are as fast."""
+    fast = tier in ("avx512_vnni", "avx_vnni")
+    for format in FORMATS:
+        want = "int16" if fast and format != "bf16" else "bf16"
+        assert make_case(format=format).layer.training_compute == want
 
 
 def test_int8_domain_refusals():
@@ -207,6 +248,12 @@ def test_int8_domain_refusals():
         case.layer.forward(*args, compute="int7")
     with pytest.raises(ValueError, match="compute is 'int8' with save"):
         make_case().layer.forward(*args, save=True, compute="int8")
+    with pytest.raises(ValueError, match="'int16' needs int8 or int4 weights, but these are bf16"):
+        case.layer.forward(*args, compute="int16")
+    with pytest.raises(ValueError, match="'int16' needs int8 or int4 weights, but these are bf16"):
+        case.layer.backward(case.x, *args, compute="int16")
+    with pytest.raises(ValueError, match="compute is 'int8'; give 'bf16' or 'int16'"):
+        make_case().layer.backward(case.x, *args, compute="int8")
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -217,21 +264,25 @@ def test_few_and_many_rows_give_the_same_bits(tier, format):
     same = torch.equal if tier != "amx" else lambda a, b: relative(a, b) <= FORWARD_BAR
     case = make_case(E=3, H=96, I=72, T=130, K=2, format=format, dtype=torch.float32)
     dy = torch.randn(case.x.shape, generator=torch.Generator().manual_seed(3))
-    full, saved = case.layer.forward(case.x, case.index, case.weights, case.lora, save=True)
-    grad = case.layer.backward(dy, case.x, case.index, case.weights, case.lora, saved)
-    for n in (1, 2, 3, 4, 5, 7, 12, 13, 25, 64, 129):
-        cut = case.x[:n], case.index[:n], case.weights[:n]
-        out, _ = case.layer.forward(*cut, case.lora)
-        assert same(out, full[:n]), n
-        part = case.layer.backward(dy[:n], *cut, case.lora)
-        assert same(part.dx, grad.dx[:n]) and same(part.dw, grad.dw[:n]), n
+    all_ = case.x, case.index, case.weights, case.lora
+    for c in computes(case):
+        full, saved = case.layer.forward(*all_, save=True, compute=c)
+        grad = case.layer.backward(dy, *all_, saved, compute=c)
+        for n in (1, 2, 3, 4, 5, 7, 12, 13, 25, 64, 129):
+            cut = case.x[:n], case.index[:n], case.weights[:n], case.lora
+            out, _ = case.layer.forward(*cut, compute=c)
+            assert same(out, full[:n]), (c, n)
+            part = case.layer.backward(dy[:n], *cut, compute=c)
+            assert same(part.dx, grad.dx[:n]) and same(part.dw, grad.dw[:n]), (c, n)
 
 
-def test_recomputed_equals_saved(tier):
+@pytest.mark.parametrize("compute", ["bf16", "int16"])
+def test_recomputed_equals_saved(tier, compute):
     case = make_case(T=19)
-    _, saved = case.layer.forward(case.x, case.index, case.weights, case.lora, save=True)
-    args = case.x, case.x, case.index, case.weights, case.lora
-    kept, again = case.layer.backward(*args, saved), case.layer.backward(*args, None)
+    all_ = case.x, case.index, case.weights, case.lora
+    _, saved = case.layer.forward(*all_, save=True, compute=compute)
+    kept = case.layer.backward(case.x, *all_, saved, compute=compute)
+    again = case.layer.backward(case.x, *all_, None, compute=compute)
     assert torch.equal(kept.dx, again.dx) and torch.equal(kept.dw, again.dw)
     for p in PROJECTIONS:
         assert torch.equal(kept.a[p], again.a[p]) and torch.equal(kept.b[p], again.b[p])
@@ -275,6 +326,14 @@ def test_nan_stays_in_its_row(tier):
     assert torch.isnan(out[4]).all()
     keep = torch.arange(9) != 4
     assert torch.equal(out[keep], clean[keep])
+    args = case.x.float(), case.index, case.weights
+    clean, saved = case.layer.forward(*args, save=True, compute="int16")
+    out, _ = case.layer.forward(bad, *args[1:], compute="int16")
+    assert torch.isnan(out[4]).all() and torch.equal(out[keep], clean[keep])
+    want, got = (
+        case.layer.backward(dy, *args, saved=saved, compute="int16").dx for dy in (args[0], bad)
+    )
+    assert torch.isnan(got[4]).all() and torch.equal(got[keep], want[keep])
 
 
 def test_outputs_are_fully_written(tier, monkeypatch):

@@ -166,6 +166,28 @@ struct Case {
     return g;
   }
 
+  // Errors of a forward and a backward as shares of their bars, where larger than they were.
+  void train(const Batch& batch, const Lora& lora, Compute compute, const Result& g,
+             std::vector<double>& shares) const {
+    std::vector<float> out(x.size(), NAN), dx(x.size(), NAN), dw(weight.size(), NAN), da[3], db[3];
+    std::vector<bf16> saved(size_t(tokens * K * 2 * I), 0x7fc0);
+    Grads grads{{dx.data()}, dw.data(), {}, {}};
+    for (int p = 0; p < 3; ++p) {
+      da[p].assign(a[p].size(), NAN), db[p].assign(b[p].size(), NAN);
+      grads.da[p] = da[p].data(), grads.db[p] = db[p].data();
+    }
+    moe_forward(layer, batch, lora, compute, Sum{out.data()}, saved.data());
+    moe_backward(layer, batch, lora, compute, dy.data(), saved.data(), grads);
+    auto found = [&](size_t i, double share) { shares[i] = std::max(shares[i], share); };
+    found(0, error(out, g.out) / kForwardBar);
+    found(1, error(dx, g.dx) / kGradBar);
+    found(2, error(dw, g.dw) / kGradBar);
+    for (int p = 0; p < 3; ++p) {
+      found(3, error(da[p], g.da[p]) / kGradBar);
+      found(4, error(db[p], g.db[p]) / kGradBar);
+    }
+  }
+
   // Prints the line of one tier; false if an error is above its bar.
   bool check(const KernelEntry& entry) {
     const Batch batch{tokens, K, x.data(), index.data(), weight.data()};
@@ -174,28 +196,16 @@ struct Case {
       lora.a[p] = a[p].data(), lora.b[p] = b[p].data(), lora.r[p] = R, lora.scaling[p] = kScaling;
     lora.type = DType::kBf16;
 
-    std::vector<float> out(x.size(), NAN), dx(x.size(), NAN), dw(weight.size(), NAN), da[3], db[3];
-    std::vector<bf16> saved(size_t(tokens * K * 2 * I), 0x7fc0);
-    Grads grads{{dx.data()}, dw.data(), {}, {}};
-    for (int p = 0; p < 3; ++p) {
-      da[p].assign(a[p].size(), NAN), db[p].assign(b[p].size(), NAN);
-      grads.da[p] = da[p].data(), grads.db[p] = db[p].data();
-    }
-    moe_forward(layer, batch, lora, false, Sum{out.data()}, saved.data());
     // a loss's gradient has a component along the output; pure noise would nearly cancel in dw
     const Vec want = reference(true, false).out;
     for (size_t i = 0; i < dy.size(); ++i) dy[i] = narrow(widen(dy[i]) + float(want[i]));
     const Result g = reference(true, true);
-    moe_backward(layer, batch, lora, dy.data(), saved.data(), grads);
-
-    std::vector<double> shares = {error(out, g.out) / kForwardBar, error(dx, g.dx) / kGradBar,
-                                  error(dw, g.dw) / kGradBar, 0, 0};
-    for (int p = 0; p < 3; ++p) {
-      shares[3] = std::max(shares[3], error(da[p], g.da[p]) / kGradBar);
-      shares[4] = std::max(shares[4], error(db[p], g.db[p]) / kGradBar);
-    }
+    std::vector<double> shares(5);
+    train(batch, lora, Compute::kBf16, g, shares);
     if (entry.kernel->quad_size) {
-      moe_forward(layer, batch, {}, true, Sum{out.data()}, nullptr);
+      train(batch, lora, Compute::kInt16, g, shares);
+      std::vector<float> out(x.size(), NAN);
+      moe_forward(layer, batch, {}, Compute::kInt8, Sum{out.data()}, nullptr);
       shares.push_back(error(out, reference(false, false).out) / kInt8Bar);
     }
     std::printf("%s %s %d", entry.kernel->isa, entry.kernel->format, int(tokens));
