@@ -88,8 +88,9 @@ class Ours:
         from kt_core import runtime
 
         runtime.force_isa(self.isa)
-        _, saved = self.layer.forward(b.x, b.index, b.weights, self.lora, save=True)
-        return self.layer.backward(b.dy, b.x, b.index, b.weights, self.lora, saved).dx
+        given = b.x, b.index, b.weights, self.lora
+        _, saved = self.layer.forward(*given, save=True, compute=self.compute)
+        return self.layer.backward(b.dy, *given, saved, compute=self.compute).dx
 
 
 class Transformers:

@@ -117,8 +117,8 @@ class Bench:
         roofs = self.roofs.now
         if isa == "avx2":
             peak = roofs["fp32_avx2_gflops"] * (2 if domain == "int8" else 1)
-        elif domain == "int8":
-            peak = roofs.get("int8_gops", roofs["fp32_avx2_gflops"])
+        elif domain in ("int8", "int16"):  # a row of 16 bits is two of 8
+            peak = roofs.get("int8_gops", roofs["fp32_avx2_gflops"]) / (1 + (domain == "int16"))
         else:
             peak = max(roofs.get(f"{name}_gflops", 0.0) for name in ("bf16", "fp32", "fp32_avx2"))
         return max(flops / (peak * 1e9), bytes_read / (roofs["dram_gbps"] * 1e9))
@@ -219,6 +219,11 @@ class Bench:
             if workload not in names:
                 continue
             ours = [self.twin(who, shape, "step", rank=rank) for who in base]
+            ours += [  # what training takes, where that is not bf16
+                self.twin(who, shape, "step", rank=rank, compute=who.impl.layer.training_compute)
+                for who in base
+                if who.impl.layer.training_compute != "bf16"
+            ]
             for tokens in (512, 2048):
                 rivals = self.training_rivals(shape, rank, tokens) if rank < 64 else []
                 self.compare(workload, shape, Spec(tokens, (0, 1)), ours + rivals, rank)
