@@ -68,16 +68,13 @@ struct Across8 : Driver8<I, F> {
             k < stored ? I::load_bf16(D::scales(w, k / kPanel) +
                                       col / group_size(w.shape) * kPanel + j * L)
                        : f32{};
-    for (int64_t g = 0, k = 0; k < n; ++g) {
-      float most = 0;
-      const int64_t first = k, end = min64(n, k + kChannels);
-      for (; k < end; ++k) {  // int4's may be negative
-        const float size = __builtin_fabsf(factors[k]);
-        most = size > most ? size : most;
-      }
-      const float up = most > 0 ? whole / most : 0.f;
-      for (k = first; k < end; ++k) factors[k] *= up - up == 0 ? up : 0.f;
-      unit[g] = up - up == 0 ? most / whole : 0.f;
+    for (int64_t g = 0, first = 0; first < n; ++g, first += kChannels) {
+      auto* v = (f32*)(factors + first);
+      const int64_t count = min64(kChannels, n - first);
+      const float most = Across8::largest(v, count), up = most > 0 ? whole / most : 0.f;
+      const bool none = up - up != 0;  // so small that the inverse overflows
+      for (int64_t j = 0; j < count / L; ++j) v[j] = none ? f32{} : v[j] * I::splat(up);
+      unit[g] = none ? 0.f : most / whole;
     }
   }
 
@@ -86,7 +83,8 @@ struct Across8 : Driver8<I, F> {
     if (a.m == 0) return;
     const bf16* const ones[2] = {kOnes, kOnes};
     const Groups n{a.groups, kChannels / 4, a.groups};  // all share one scale of weights: 1
-    const int64_t stored = panels(w.shape.n), count = padded_channels(w.shape) / kPanel;
+    const int64_t stored = panels(w.shape.n), count = padded_channels(w.shape) / kPanel,
+                  bytes = panel_bytes(w.shape, F::bits, F::scaled);
     for (int64_t p = 0; p < count; p += kAtOnce) {
       const int64_t end = min64(count, p + kAtOnce), lines = (end - p) * kQuads;
       const Block block{p / kGroup, (end + kGroup - 1) / kGroup, p * kQuads, end * kQuads};
@@ -106,7 +104,15 @@ struct Across8 : Driver8<I, F> {
         weights.b[q] = b;
         if constexpr (direct) Across8::begin_sums(b, block, n, starts + q * V, 2 * V);
       }
-      Across8::template rows_times<2>(a, weights, ones, block, n, nullptr, c);
+      // The same panels' lines for the next columns, a part in each tile.
+      const uint8_t* after = D::lines(w, p) + (col + kCols) / (2 * F::pairs) * kAlign;
+      const int64_t asked = 8 * (min64(end, stored) - p), steps = (end - p) * kQuads;
+      auto next = [&](int64_t t, int64_t tiles) {
+        const int64_t first = asked * t / tiles / 8;
+        return
+            typename Across8::Slice{after + first * bytes, (asked << 16) / (steps * tiles), bytes};
+      };
+      Across8::template rows_times<2>(a, weights, ones, block, n, next, c);
     }
   }
 
@@ -123,8 +129,6 @@ struct Across8 : Driver8<I, F> {
         u32 bytes[F::quads];
         Across8::bytes_of(*(const u32*)(line + t * kAlign + j * L * 4), bytes);
         for (int y = 0; y < F::quads; ++y) x[t * F::quads + y][j] = I::turn_bytes(bytes[y]);
-        if (j == 0)  // the same k of the next columns
-          __builtin_prefetch(line + (kCols / (2 * F::pairs) + t) * kAlign, 0, 2);
       }
     if constexpr (L == kPanel) {  // runs of four dwords change places
       for (int t = 0; t < 4; ++t) quads[t][0] = x[t][0];

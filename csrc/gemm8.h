@@ -202,15 +202,16 @@ struct Driver8 {
     int64_t g0, g1, k0, k1;
   };
   static constexpr int kUnroll = 4;
-  struct Slice {  // lines from `at` on, rate / 2^16 of one per step
+  struct Slice {  // lines from `at` on, rate / 2^16 of one per step; every 8 of them `jump` further
     const uint8_t* at;
-    int64_t rate;
+    int64_t rate, jump;
   };
   // What tile t of `tiles` asks for: the first half of them share the block's lines of run 0.
   KT_OP Slice slice(const uint8_t* const* run, int64_t t, int64_t tiles, const Block& b) {
     const int64_t half = (tiles + 1) / 2, of = t < half ? half : tiles - half,
                   lines = (b.k1 - b.k0) / F::quads, first = (t < half ? t : t - half) * lines / of;
-    return {run[t >= half] + (b.k0 / F::quads + first) * kAlign, (1 << 16) / (F::quads * of)};
+    return {run[t >= half] + (b.k0 / F::quads + first) * kAlign, (1 << 16) / (F::quads * of),
+            8 * kAlign};
   }
   // Weights of a block, from its first quad on: panel q of quad k at b[q] + k * step; what the sums
   // of its groups start at (direct).
@@ -243,7 +244,8 @@ struct Driver8 {
       begin<M, P>(acc, a, g, starts);
       // Groups are multiples of 8 quads. Unrolled, so that their ends are predicted.
       for (int64_t end = min64(block.k1, k + n.quads); k < end; k += kUnroll) {
-        __builtin_prefetch(next.at + ((k - block.k0) * next.rate >> 16) * kAlign, 0, 2);
+        const int64_t line = (k - block.k0) * next.rate >> 16;
+        __builtin_prefetch(next.at + (line >> 3) * next.jump + (line & 7) * kAlign, 0, 2);
         for (int u = 0; u < kUnroll; ++u) {
           for (int i = 0; i < M; ++i)
             for (int q = 0; q < P; ++q)
@@ -343,7 +345,8 @@ struct Driver8 {
     for (int64_t g = 0; g < n.count; g += step) {
       const int64_t end = min64(n.count, g + step);
       const Block block{g, end, g * n.quads, min64(quads, end * n.quads)};
-      const uint8_t* const next[2] = {data[0] + bytes, data[P - 1] + bytes};
+      const uint8_t* const run[2] = {data[0] + bytes, data[P - 1] + bytes};
+      auto next = [&](int64_t t, int64_t tiles) { return slice(run, t, tiles, block); };
       if constexpr (direct) {
         i32 starts[kStarts * P * V];
         Weights<P> weights{{}, V, starts, P * V};
@@ -388,10 +391,10 @@ struct Driver8 {
       }
   }
 
-  // All rows, in tiles of nearly equal height. run: packed bytes that are needed next, or null.
+  // All rows, in tiles of nearly equal height. next(t, tiles): what tile t asks for.
   template <int P>
   KT_OP void rows_times(const Quantized& a, const Weights<P>& all, const bf16* const* scale,
-                        const Block& block, const Groups& n, const uint8_t* const* run, float* c) {
+                        const Block& block, const Groups& n, auto next, float* c) {
     constexpr int N = 4 * I::mr8 * P * V <= 3 * I::registers ? P : 1;  // panels per tile
     const int64_t tiles = (a.m + I::mr8 - 1) / I::mr8;
     for (int q = 0; q < P; q += N) {
@@ -399,8 +402,7 @@ struct Driver8 {
       for (int x = 0; x < N; ++x) w.b[x] = all.b[q + x];
       for (int64_t t = 0, i = 0; t < tiles; ++t) {
         const int64_t rows = (a.m - i + tiles - t - 1) / (tiles - t);
-        tile_rows<N, I::mr8>(rows, rows_from(a, i), w, scale + q, block, n,
-                             run ? slice(run, t, tiles, block) : Slice{(const uint8_t*)c, 0},
+        tile_rows<N, I::mr8>(rows, rows_from(a, i), w, scale + q, block, n, next(t, tiles),
                              c + i * kCols + q * kPanel);
         i += rows;
       }
