@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from kt_sft import config as settings
-from kt_sft import layer_major, loss, precision, stages, trainer_log
+from kt_sft import fused, layer_major, loss, precision, stages, trainer_log
 from kt_sft.config import KTConfig
 
 
@@ -169,6 +169,7 @@ def adapt_loader(module: Any) -> None:
             model = original(tokenizer, model_args, finetuning_args, is_trainable, *args, **kw)
         if config.dense_dtype == "fp32":
             precision.widen(model)
+            fused.use(model)
         base = next(m for m in model.modules() if isinstance(m, PreTrainedModel))
         plugin.prepare(base, config)
         loss.in_blocks(base)

@@ -11,7 +11,7 @@ from test_tiers import MACHINES
 from transformers import TrainerCallback
 
 from kt_core import _kt, runtime
-from kt_sft import precision
+from kt_sft import fused, precision
 
 BF16_UNITS = {"sapphire_rapids", "zen4", "zen5"}
 
@@ -38,12 +38,15 @@ class _Look(TrainerCallback):
 
     def __init__(self) -> None:
         self.found: set[tuple[torch.dtype, torch.dtype, torch.dtype]] = set()
+        self.fused: bool | None = None
 
     def on_train_begin(self, args, state, control, **kw):
         model = kw["model"]
         weight = model.get_base_model().get_input_embeddings().weight
         layer = model.get_base_model().model.layers[0]
         factor = next(p for p in model.parameters() if p.requires_grad)
+        self.fused = isinstance(layer.input_layernorm, fused._RmsNorm)
+        assert self.fused == isinstance(layer.self_attn.q_proj, fused._LoraLinear)
         layer.mlp.register_forward_pre_hook(
             lambda module, given: self.found.add((weight.dtype, given[0].dtype, factor.dtype))
         )
@@ -65,6 +68,7 @@ def _run(root, name, monkeypatch, **changes):
         args = lf_cases.arguments(root, name, **changes)
         lf_cases.run(args)
     (dtypes,) = look.found
+    assert look.fused == (dtypes[0] is torch.float32)
     return dtypes, lf_cases.losses(args["output_dir"])
 
 

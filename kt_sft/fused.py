@@ -1,0 +1,203 @@
+"""RMSNorm, rotary embedding and LoRA linears of a run in fp32 on the CPU, in fewer operators.
+
+There an operator of torch costs as much as what it does to a few hundred rows: of a step of the
+demo at 128 tokens these three were 300 small operators per layer. The functions here compute the
+same formulas in fp32, their backward written out. A module keeps its type's name, parameters and
+hooks, and takes its own code again wherever it is not the plain case: another dtype or device,
+autocast, several adapters, dropout, a weight that is trained.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from peft.tuners.lora.layer import Linear as LoraLinear
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+
+def use(model: nn.Module) -> None:
+    """From now on `model`, loaded for training, computes its norms, rotary embeddings and LoRA
+    linears so. A norm or embedding that is not the usual formula is left alone.
+    """
+    for module in model.modules():
+        if type(module) is LoraLinear:
+            module.__class__ = _LoraLinear
+        elif isinstance(module, _RmsNorm):
+            continue
+        elif type(module).__name__.endswith("RMSNorm") and _is_rms_norm(module):
+            kind = type(module)
+            module.__class__ = type(
+                kind.__name__, (_RmsNorm, kind), {"__module__": kind.__module__}
+            )
+        elif type(module).__name__.endswith("Attention"):
+            _rotate_in(sys.modules[type(module).__module__])
+
+
+def _plain(*tensors: Tensor) -> bool:
+    """Whether all are ordinary fp32 tensors on the CPU, computed as they are."""
+    return not torch.is_autocast_enabled("cpu") and all(
+        type(t) in (Tensor, nn.Parameter) and t.dtype is torch.float32 and t.is_cpu for t in tensors
+    )
+
+
+class _Norm(torch.autograd.Function):
+    """weight * x / sqrt(mean(x^2) + eps) over the last dimension; weight is frozen."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        inverse = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        inverse.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, inverse)
+        return (x * inverse).mul_(weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, inverse = ctx.saved_tensors
+        grad = grad * weight
+        along = (grad * x).sum(-1, keepdim=True)
+        along.mul_(inverse.pow(3)).div_(-x.shape[-1])
+        return grad.mul_(inverse).addcmul_(x, along), None, None
+
+
+class _RmsNorm(nn.Module):
+    weight: nn.Parameter
+    variance_epsilon: float
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """[..., H] -> [..., H]."""
+        if self.weight.requires_grad or not _plain(hidden_states, self.weight):
+            out: Tensor = super().forward(hidden_states)
+            return out
+        return _Norm.apply(hidden_states, self.weight, self.variance_epsilon)
+
+
+def _is_rms_norm(module: Any) -> bool:
+    """Asked of the module itself: some families scale by 1 + weight, or norm in groups."""
+    weight, eps = getattr(module, "weight", None), getattr(module, "variance_epsilon", None)
+    if weight is None or eps is None or weight.dim() != 1 or not _plain(weight):
+        return False
+    x = torch.linspace(-2, 3, 3 * len(weight)).view(3, -1)
+    with torch.no_grad():
+        return torch.allclose(module(x), _Norm.apply(x, weight, eps), rtol=1e-5, atol=1e-6)
+
+
+class _Rotate(torch.autograd.Function):
+    """x * cos + rotate_half(x) * sin; cos and sin [..., D] broadcast and are frozen."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        half = x.shape[-1] // 2
+        out = x * cos
+        out[..., :half].addcmul_(x[..., half:], sin[..., :half], value=-1)
+        out[..., half:].addcmul_(x[..., :half], sin[..., half:])
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        cos, sin = ctx.saved_tensors
+        half = grad.shape[-1] // 2
+        out = grad * cos
+        out[..., :half].addcmul_(grad[..., half:], sin[..., half:])
+        out[..., half:].addcmul_(grad[..., :half], sin[..., :half], value=-1)
+        return out, None, None
+
+
+def _rotate_in(modeling: Any) -> None:
+    """Puts _Rotate into a module of transformers whose apply_rotary_pos_emb is the usual one."""
+    original: Callable[..., Any] | None = getattr(modeling, "apply_rotary_pos_emb", None)
+    if original is None or hasattr(original, "kt_original") or not _is_rotary(original):
+        return
+
+    def apply_rotary_pos_emb(
+        q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kw: Any
+    ) -> tuple[Tensor, Tensor]:
+        usual = not args and not kw and q.shape[-1] == k.shape[-1] == cos.shape[-1]
+        if not usual or cos.requires_grad or not _plain(q, k, cos, sin):
+            rotated: tuple[Tensor, Tensor] = original(q, k, cos, sin, *args, **kw)
+            return rotated
+        cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+        return _Rotate.apply(q, cos, sin), _Rotate.apply(k, cos, sin)
+
+    apply_rotary_pos_emb.kt_original = original  # type: ignore[attr-defined]
+    modeling.apply_rotary_pos_emb = apply_rotary_pos_emb
+
+
+def _is_rotary(function: Callable[..., Any]) -> bool:
+    q, k = torch.linspace(-1, 2, 48).view(1, 2, 3, 8), torch.linspace(1, -3, 24).view(1, 1, 3, 8)
+    cos, sin = torch.linspace(-1, 1, 24).view(1, 3, 8), torch.linspace(0, 1, 24).view(1, 3, 8)
+    try:
+        found = function(q, k, cos, sin)
+    except (TypeError, RuntimeError, ValueError):
+        return False
+    want = [_Rotate.apply(x, cos[:, None], sin[:, None]) for x in (q, k)]
+    return len(found) == 2 and all(map(torch.allclose, found, want))
+
+
+class _Lora(torch.autograd.Function):
+    """x W^T + bias + s (x A^T) B^T; W and bias are frozen."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scaling: float
+    ) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        narrow = rows @ a.t()
+        out = rows @ w.t() if bias is None else torch.addmm(bias, rows, w.t())
+        out.addmm_(narrow, b.t(), alpha=scaling)
+        ctx.save_for_backward(rows, w, a, b, narrow)
+        ctx.scaling, ctx.shape = scaling, x.shape
+        return out.view(*x.shape[:-1], len(w))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        rows, w, a, b, narrow = ctx.saved_tensors
+        need_x, _, _, need_a, need_b, _ = ctx.needs_input_grad
+        grad = grad.reshape(-1, len(w))
+        back = grad @ b
+        da = torch.addmm(a, back.t(), rows, beta=0, alpha=ctx.scaling) if need_a else None
+        db = torch.addmm(b, grad.t(), narrow, beta=0, alpha=ctx.scaling) if need_b else None
+        dx = (grad @ w).addmm_(back, a, alpha=ctx.scaling).view(ctx.shape) if need_x else None
+        return dx, None, None, da, db, None
+
+
+class _LoraLinear(LoraLinear):
+    def forward(self, x: Tensor, *args: Any, **kw: Any) -> Tensor:
+        """[..., in] -> [..., out]."""
+        parts = None if args or kw else self._parts(x)
+        if parts is None:
+            out: Tensor = super().forward(x, *args, **kw)
+            return out
+        return _Lora.apply(x, *parts)
+
+    def _parts(self, x: Tensor) -> tuple[Any, ...] | None:
+        """What _Lora takes beside x, or None where peft does more than that."""
+        active = self.active_adapters
+        if (
+            self.disable_adapters
+            or self.merged
+            or len(active) != 1
+            or active[0] in self.lora_variant
+        ):
+            return None
+        name, base = active[0], self.base_layer
+        if name not in self.lora_A or type(base) is not nn.Linear:
+            return None
+        down, up, dropout = self.lora_A[name], self.lora_B[name], self.lora_dropout[name]
+        if isinstance(dropout, nn.Dropout) and dropout.training and dropout.p > 0:
+            return None
+        if up.bias is not None or any(
+            m._forward_hooks or m._forward_pre_hooks for m in (base, down, up)
+        ):
+            return None
+        frozen = [base.weight] if base.bias is None else [base.weight, base.bias]
+        if any(t.requires_grad for t in frozen) or not _plain(x, down.weight, up.weight, *frozen):
+            return None
+        return base.weight, base.bias, down.weight, up.weight, self.scaling[name]
