@@ -74,9 +74,11 @@ def tokens(model):
 
 @pytest.mark.parametrize("family", models.FAMILIES)
 def test_outputs_and_gradients_are_those_of_stock(plain, calls, family):
+    """To the rounding of fp32: as far from what double precision gives as stock is."""
     model = plain(family)
     ids = tokens(model)
-    want = results(model, ids)
+    exact = results(copy.deepcopy(model).double(), ids)
+    stock = results(model, ids)
     fused.use(model)
     assert type(model.get_base_model().model.norm).__name__.endswith("RMSNorm")
     fused.use(model)  # again is harmless
@@ -84,9 +86,10 @@ def test_outputs_and_gradients_are_those_of_stock(plain, calls, family):
     got = results(model, ids)
     assert calls["_Norm"] >= 5 and calls["_Lora"] >= 6
     assert ("_Rotate" in calls) == (not family.startswith("deepseek"))  # theirs interleave
-    for a, b in zip(got, want, strict=True):
-        assert float((a - b).norm() / b.norm()) < 1e-5
-    assert any(not torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    assert any(not torch.equal(a, b) for a, b in zip(got, stock, strict=True))
+    for a, b, e in zip(got, stock, exact, strict=True):
+        ours, theirs = (float((x - e).norm() / e.norm()) for x in (a, b))
+        assert ours < 2 * theirs + 1e-6
 
 
 @pytest.mark.parametrize(
