@@ -6,9 +6,10 @@ why the saved gate and up pre-activations are an output and not a context attrib
 objects are named by an integer handle; the registry holds weak references only. Nothing else
 survives a call, so forwards and backwards may come in any order.
 
-Shapes: x [T, H]; top_k_index, top_k_weights [T, K]; lora A tensors [E, r, in] then B tensors [E,
-out, r] in the order of `projections`; scaling has one value per projection, used or not (torch
-takes an empty list for a list of tensors); out [T, H]; saved [T*K, 2, I], or [0] when nothing is
+Shapes, with I = `intermediate`: x [T, H]; top_k_index, top_k_weights [T, K]; lora A tensors [E, r,
+in] then B tensors [E, out, r] in the order of `projections`; scaling has one value per projection,
+used or not (torch takes an empty list for a list of tensors); out [T, H]; saved [T*K, 2, I], or [0]
+when nothing is
 saved. With `together` the rows of the host's ranks are computed in one pass (gathered.py), every
 rank calls the operator at the same point, and `saved` has as many rows as fall to this one.
 """
@@ -93,6 +94,7 @@ def run(
         top_k_weights,
         factors,
         handle_of(experts),
+        experts.intermediate,
         ",".join(names),
         [lora.scaling_of(p) if lora and p in names else 1.0 for p in PROJECTIONS],
         0.0 if lora is None else lora.dropout,
@@ -110,6 +112,7 @@ def experts_forward(
     top_k_weights: Tensor,
     lora: Sequence[Tensor],
     handle: int,
+    intermediate: int,
     projections: str,
     scaling: Sequence[float],
     dropout: float,
@@ -145,6 +148,7 @@ def experts_backward(
     lora: Sequence[Tensor],
     saved: Tensor,
     handle: int,
+    intermediate: int,
     projections: str,
     scaling: Sequence[float],
     dropout: float,
@@ -226,6 +230,7 @@ def _(
     top_k_weights: Tensor,
     lora: Sequence[Tensor],
     handle: int,
+    intermediate: int,
     projections: str,
     scaling: Sequence[float],
     dropout: float,
@@ -236,7 +241,7 @@ def _(
     shape: tuple[Any, ...] = (0,)
     if save:
         rows = torch.library.get_ctx().new_dynamic_size() if together else top_k_index.numel()
-        shape = (rows, 2, _lookup(handle).intermediate)
+        shape = (rows, 2, intermediate)  # a compiled graph knows no handle
     return torch.empty_like(x), torch.empty(
         shape, dtype=torch.bfloat16 if save else torch.float32, device="cpu"
     )
@@ -251,6 +256,7 @@ def _(
     lora: Sequence[Tensor],
     saved: Tensor,
     handle: int,
+    intermediate: int,
     projections: str,
     scaling: Sequence[float],
     dropout: float,
@@ -277,7 +283,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 def _backward(ctx: Any, grad_out: Tensor | None, _grad_saved: Tensor | None) -> tuple[Any, ...]:
     x, top_k_index, top_k_weights, saved, *lora = ctx.saved_tensors
-    unused = (None,) * 7
+    unused = (None,) * 8
     if grad_out is None:
         if not ctx.constants[-1]:
             return None, None, None, [None] * len(lora), *unused

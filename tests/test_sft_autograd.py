@@ -195,7 +195,9 @@ def test_a_model_that_is_gone_is_named(case):
     with pytest.raises(
         RuntimeError, match=f"expert handle {handle} belongs to a model that is gone"
     ):
-        torch.ops.kt.experts_forward(x, index, w, [], handle, "", [1.0] * 3, 0.0, 0, False, False)
+        torch.ops.kt.experts_forward(
+            x, index, w, [], handle, 40, "", [1.0] * 3, 0.0, 0, False, False
+        )
 
 
 def test_schema_and_fake_tensors(case):
@@ -203,7 +205,8 @@ def test_schema_and_fake_tensors(case):
     lora = case.lora(grad=False)
     factors = [*lora.a.values(), *lora.b.values()]
     names, handle = "gate,up,down", autograd.handle_of(case.layer)
-    args = (x, index, w, factors, handle, names, [2.0] * 3, 0.0, 0, False)
+    width = case.layer.intermediate
+    args = (x, index, w, factors, handle, width, names, [2.0] * 3, 0.0, 0, False)
     torch.library.opcheck(
         torch.ops.kt.experts_forward.default, (*args, False), test_utils="test_schema"
     )
@@ -211,6 +214,26 @@ def test_schema_and_fake_tensors(case):
     with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
         fake = torch.ops.kt.experts_forward(*args, True)
     assert [t.shape for t in fake] == [out.shape, saved.shape]
+
+
+@pytest.mark.parametrize("case", ["kernels"], indirect=True)
+def test_torch_compile_takes_every_layer(case):
+    """Under torch_compile a layer's handle becomes a symbol, one graph for all layers."""
+    x, index, w = case.inputs()
+    layers = [
+        case.layer,
+        core.Experts.from_packed(E, H, I, format="bf16", buffer=case.layer._buffer),
+    ]
+    constants = case.layer.intermediate, "", [1.0] * 3, 0.0, 0, False, True
+
+    def through(x, handle):
+        return torch.ops.kt.experts_forward(x * 2, index, w, [], handle, *constants)[0].sin()
+
+    compiled = torch.compile(through, backend="aot_eager", fullgraph=True)
+    for handle in map(autograd.handle_of, layers):
+        want = torch.autograd.grad(through(x, handle).sum(), x)[0]
+        got = torch.autograd.grad(compiled(x, handle).sum(), x)[0]
+        assert torch.equal(got, want)
 
 
 @pytest.mark.parametrize("case", ["kernels"], indirect=True)
