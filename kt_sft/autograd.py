@@ -9,9 +9,9 @@ survives a call, so forwards and backwards may come in any order.
 Shapes, with I = `intermediate`: x [T, H]; top_k_index, top_k_weights [T, K]; lora A tensors [E, r,
 in] then B tensors [E, out, r] in the order of `projections`; scaling has one value per projection,
 used or not (torch takes an empty list for a list of tensors); out [T, H]; saved [T*K, 2, I], or [0]
-when nothing is
-saved. With `together` the rows of the host's ranks are computed in one pass (gathered.py), every
-rank calls the operator at the same point, and `saved` has as many rows as fall to this one.
+when nothing is saved. With `together` the rows of the host's ranks are computed in one pass
+(gathered.py), every rank calls the operator at the same point, and `saved` has as many rows as fall
+to this one.
 """
 
 from __future__ import annotations
