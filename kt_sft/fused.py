@@ -1,7 +1,8 @@
 """RMSNorm, rotary embedding and LoRA linears of a run in fp32 on the CPU, in fewer operators.
 
-There an operator of torch costs as much as what it does to a few hundred rows: of a step of the
-demo at 128 tokens these three were 300 small operators per layer. The functions here compute the
+There an operator of torch costs as much as what it does to a few hundred rows, and each passes over
+memory again: these three take 22 ms off the demo's step of 655 at 128 tokens, 0.16 s off 4.9 at
+1,024. The functions here compute the
 same formulas in fp32, their backward written out. A module keeps its type's name, parameters and
 hooks, and takes its own code again wherever it is not the plain case: another dtype or device,
 autocast, several adapters, dropout, a weight that is trained.
@@ -9,6 +10,7 @@ autocast, several adapters, dropout, a weight that is trained.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -111,22 +113,33 @@ class _Rotate(torch.autograd.Function):
 
 def _rotate_in(modeling: Any) -> None:
     """Puts _Rotate into a module of transformers whose apply_rotary_pos_emb is the usual one."""
-    original: Callable[..., Any] | None = getattr(modeling, "apply_rotary_pos_emb", None)
-    if original is None or hasattr(original, "kt_original") or not _is_rotary(original):
+    from kt_sft import plugin
+
+    function: Callable[..., Any] | None = getattr(modeling, "apply_rotary_pos_emb", None)
+    if function is None or hasattr(function, "kt_rotates") or not _is_rotary(function):
         return
+    names = ["q", "k", "cos", "sin"]
+    if list(inspect.signature(function).parameters)[:4] == names:
+        plugin.install()
+        plugin.wrap(modeling, "apply_rotary_pos_emb", _rotary, names)
+        modeling.apply_rotary_pos_emb.kt_rotates = True
 
-    def apply_rotary_pos_emb(
-        q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kw: Any
-    ) -> tuple[Tensor, Tensor]:
-        usual = not args and not kw and q.shape[-1] == k.shape[-1] == cos.shape[-1]
-        if not usual or cos.requires_grad or not _plain(q, k, cos, sin):
-            rotated: tuple[Tensor, Tensor] = original(q, k, cos, sin, *args, **kw)
-            return rotated
-        cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-        return _Rotate.apply(q, cos, sin), _Rotate.apply(k, cos, sin)
 
-    apply_rotary_pos_emb.kt_original = original  # type: ignore[attr-defined]
-    modeling.apply_rotary_pos_emb = apply_rotary_pos_emb
+def _rotary(
+    original: Callable[..., Any],
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *args: Any,
+    **kw: Any,
+) -> tuple[Tensor, Tensor]:
+    usual = not args and not kw and q.shape[-1] == k.shape[-1] == cos.shape[-1]
+    if not usual or cos.requires_grad or not _plain(q, k, cos, sin):
+        rotated: tuple[Tensor, Tensor] = original(q, k, cos, sin, *args, **kw)
+        return rotated
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    return _Rotate.apply(q, cos, sin), _Rotate.apply(k, cos, sin)
 
 
 def _is_rotary(function: Callable[..., Any]) -> bool:

@@ -44,33 +44,33 @@ def install() -> None:
 
     hf.install()
     resume.read_on_numbered_cpus()
-    _wrap(Trainer, "log", step_log.log, ["self", "logs"])
-    _wrap(Trainer, "create_model_card", card.create_model_card, ["self", "language", "license"])
-    _wrap(
+    wrap(Trainer, "log", step_log.log, ["self", "logs"])
+    wrap(Trainer, "create_model_card", card.create_model_card, ["self", "language", "license"])
+    wrap(
         Trainer,
         "_load_from_checkpoint",
         value_head.load_from_checkpoint,
         ["self", "resume_from_checkpoint", "model"],
     )
-    _wrap(Trainer, "training_step", resume.training_step, ["self", "model", "inputs"])
-    _wrap(Trainer, "_maybe_log_save_evaluate", resume.after_step, ["self", "tr_loss"])
-    _wrap(Trainer, "save_model", resume.save_model, ["self", "output_dir", "_internal_call"])
-    _wrap(Trainer, "_save_checkpoint", resume.save_checkpoint, ["self", "model", "trial"])
-    _wrap(LoraModel, "inject_adapter", peft_io.inject_adapter, ["self", "model", "adapter_name"])
-    _wrap(
+    wrap(Trainer, "training_step", resume.training_step, ["self", "model", "inputs"])
+    wrap(Trainer, "_maybe_log_save_evaluate", resume.after_step, ["self", "tr_loss"])
+    wrap(Trainer, "save_model", resume.save_model, ["self", "output_dir", "_internal_call"])
+    wrap(Trainer, "_save_checkpoint", resume.save_checkpoint, ["self", "model", "trial"])
+    wrap(LoraModel, "inject_adapter", peft_io.inject_adapter, ["self", "model", "adapter_name"])
+    wrap(
         peft.PeftModel,
         "save_pretrained",
         peft_io.save_pretrained,
         ["self", "save_directory", "safe_serialization", "selected_adapters"],
     )
-    _wrap(AcceleratorState, "__init__", cpu_fsdp.state_init, _ACCELERATOR_STATE)
-    _wrap(
+    wrap(AcceleratorState, "__init__", cpu_fsdp.state_init, _ACCELERATOR_STATE)
+    wrap(
         peft.PeftModel,
         "load_adapter",
         peft_io.load_adapter,
         ["self", "model_id", "adapter_name", "is_trainable"],
     )
-    _wrap(
+    wrap(
         peft.PeftModel,
         "from_pretrained",
         peft_io.from_pretrained,
@@ -82,13 +82,13 @@ def install() -> None:
         return
     # peft rewrites per-expert names for fused parameters, which a model with CPU experts does not
     # have.
-    _wrap(
+    wrap(
         conversion,
         "convert_peft_config_for_transformers",
         _unless_experts,
         ["peft_config", "model", "conversions"],
     )
-    _wrap(
+    wrap(
         conversion,
         "convert_peft_adapter_state_dict_for_transformers",
         _unless_experts,
@@ -116,9 +116,9 @@ def _unless_experts(original: Callable[..., Any], *args: Any, **kw: Any) -> Any:
     return original(*args, **kw)
 
 
-def _wrap(owner: Any, name: str, replacement: Callable[..., Any], expected: list[str]) -> None:
+def wrap(owner: Any, name: str, replacement: Callable[..., Any], expected: list[str]) -> None:
     """Puts `replacement(original, ...)` in the place of owner.name, whose first parameters must be
-    `expected`.
+    `expected`, until uninstall().
     """
     stored = inspect.getattr_static(owner, name)
     function = stored.__func__ if isinstance(stored, classmethod) else stored
