@@ -2,16 +2,17 @@
 
 There an operator of torch costs as much as what it does to a few hundred rows, and each passes over
 memory again: these three take 22 ms off the demo's step of 655 at 128 tokens, 0.16 s off 4.9 at
-1,024. The functions here compute the
-same formulas in fp32, their backward written out. A module keeps its type's name, parameters and
-hooks, and takes its own code again wherever it is not the plain case: another dtype or device,
-autocast, several adapters, dropout, a weight that is trained.
+1,024. The functions here compute the same formulas in fp32, their backward written out. A module
+keeps its type's name, parameters and hooks, and takes its own code again wherever it is not the
+plain case: another dtype or device, autocast, several adapters, dropout, a weight that is trained.
+Other models of the process are left alone.
 """
 
 from __future__ import annotations
 
 import inspect
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -28,15 +29,17 @@ def use(model: nn.Module) -> None:
     for module in model.modules():
         if type(module) is LoraLinear:
             module.__class__ = _LoraLinear
-        elif isinstance(module, _RmsNorm):
+        elif isinstance(module, _RmsNorm | _Attention):
             continue
         elif type(module).__name__.endswith("RMSNorm") and _is_rms_norm(module):
-            kind = type(module)
-            module.__class__ = type(
-                kind.__name__, (_RmsNorm, kind), {"__module__": kind.__module__}
-            )
-        elif type(module).__name__.endswith("Attention"):
-            _rotate_in(sys.modules[type(module).__module__])
+            _become(module, _RmsNorm)
+        elif type(module).__name__.endswith("Attention") and _rotates(module):
+            _become(module, _Attention)
+
+
+def _become(module: nn.Module, mixin: type[nn.Module]) -> None:
+    kind = type(module)
+    module.__class__ = type(kind.__name__, (mixin, kind), {"__module__": kind.__module__})
 
 
 def _plain(*tensors: Tensor) -> bool:
@@ -111,18 +114,39 @@ class _Rotate(torch.autograd.Function):
         return out, None, None
 
 
-def _rotate_in(modeling: Any) -> None:
-    """Puts _Rotate into a module of transformers whose apply_rotary_pos_emb is the usual one."""
+class _Attention(nn.Module):
+    """Its forward is where `_rotary` acts: other models share the function it stands for."""
+
+    def forward(self, *args: Any, **kw: Any) -> Any:
+        """As its own."""
+        before = getattr(_inside, "attention", False)
+        _inside.attention = True
+        try:
+            return super().forward(*args, **kw)
+        finally:
+            _inside.attention = before
+
+
+_inside = threading.local()
+
+
+def _rotates(module: nn.Module) -> bool:
+    """Whether the module's file has the usual apply_rotary_pos_emb; `_rotary` stands there then."""
     from kt_sft import plugin
 
+    modeling: Any = sys.modules[type(module).__module__]
     function: Callable[..., Any] | None = getattr(modeling, "apply_rotary_pos_emb", None)
-    if function is None or hasattr(function, "kt_rotates") or not _is_rotary(function):
-        return
     names = ["q", "k", "cos", "sin"]
-    if list(inspect.signature(function).parameters)[:4] == names:
-        plugin.install()
-        plugin.wrap(modeling, "apply_rotary_pos_emb", _rotary, names)
-        modeling.apply_rotary_pos_emb.kt_rotates = True
+    if function is None or list(inspect.signature(function).parameters)[:4] != names:
+        return False
+    if hasattr(function, "kt_rotates"):
+        return True
+    if not _is_rotary(function):
+        return False
+    plugin.install()
+    plugin.wrap(modeling, "apply_rotary_pos_emb", _rotary, names)
+    modeling.apply_rotary_pos_emb.kt_rotates = True
+    return True
 
 
 def _rotary(
@@ -134,7 +158,8 @@ def _rotary(
     *args: Any,
     **kw: Any,
 ) -> tuple[Tensor, Tensor]:
-    usual = not args and not kw and q.shape[-1] == k.shape[-1] == cos.shape[-1]
+    usual = getattr(_inside, "attention", False) and not args and not kw
+    usual = usual and q.shape[-1] == k.shape[-1] == cos.shape[-1]
     if not usual or cos.requires_grad or not _plain(q, k, cos, sin):
         rotated: tuple[Tensor, Tensor] = original(q, k, cos, sin, *args, **kw)
         return rotated

@@ -139,6 +139,17 @@ def test_stock_code_runs_where_it_does_more(plain, calls, case):
     assert float((got.float() - want.float()).norm() / want.float().norm()) < 1e-5
 
 
+def test_other_models_of_the_process_keep_their_code(plain, calls):
+    ours, other = plain(), plain()
+    ids = tokens(other)
+    want = other(input_ids=ids).logits
+    fused.use(ours)
+    calls.clear()
+    assert torch.equal(other(input_ids=ids).logits, want) and not calls
+    ours(input_ids=ids)
+    assert set(calls) == {"_Norm", "_Rotate", "_Lora"}
+
+
 def test_a_copy_is_independent(plain):
     """The reference model of preference training is one."""
     model = plain()
