@@ -233,9 +233,9 @@ PYBIND11_MODULE(_kt, m) {
            py::arg("experts"), py::arg("hidden"), py::arg("intermediate"), py::arg("format"),
            py::arg("group"), py::arg("act"), py::arg("slices") = 1)
       .def_property_readonly("nbytes", &BoundLayer::nbytes)
-      .def_property_readonly("int16_pays", [](const BoundLayer& b) {
-        return find_kernel(b.l.format).kernel->int16_pays;
-      })
+      .def_property_readonly(
+          "int16_pays",
+          [](const BoundLayer& b) { return find_kernel(b.l.format).kernel->int16_pays; })
       .def_property_readonly("group", [](const BoundLayer& b) { return b.l.group; })
       .def_property_readonly("max_slices", [](const BoundLayer& b) { return max_slices(b.l); })
       .def("attach", &BoundLayer::attach)
