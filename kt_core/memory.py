@@ -58,9 +58,9 @@ def keep_freed_tensors() -> bool:
     Left alone it gives memory back while a training step still needs it, and the kernel clears the
     pages anew: at 1,024 tokens the demo took 9.2 s a step where every tensor's pages went back at
     once and 7.5 s where none did. But a heap that only grows is fragmented at its peak (1.22 times
-    the sum of tensors). Kept, and returned once per forward if
-    they have become many (kt_sft/heap.py), a step takes 7.8 s and 1.06 times. For
-    processes that train on the CPU; a choice in glibc's own environment variables stands.
+    the sum of tensors). Kept, and returned once per forward where they have become many
+    (kt_sft/heap.py), a step takes 7.8 s and 1.06 times. For processes that train on the CPU; a
+    choice in glibc's own environment variables stands.
     Returns whether it was set (False also where the libc has no mallopt).
     """
     chosen = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES")

@@ -119,15 +119,18 @@ class _Attention(nn.Module):
 
     def forward(self, *args: Any, **kw: Any) -> Any:
         """As its own."""
-        before = getattr(_inside, "attention", False)
-        _inside.attention = True
+        before, _here.inside = _here.inside, True
         try:
             return super().forward(*args, **kw)
         finally:
-            _inside.attention = before
+            _here.inside = before
 
 
-_inside = threading.local()
+class _Here(threading.local):
+    inside = False  # an _Attention
+
+
+_here = _Here()
 
 
 def _rotates(module: nn.Module) -> bool:
@@ -158,8 +161,7 @@ def _rotary(
     *args: Any,
     **kw: Any,
 ) -> tuple[Tensor, Tensor]:
-    usual = getattr(_inside, "attention", False) and not args and not kw
-    usual = usual and q.shape[-1] == k.shape[-1] == cos.shape[-1]
+    usual = _here.inside and not args and not kw and q.shape[-1] == k.shape[-1] == cos.shape[-1]
     if not usual or cos.requires_grad or not _plain(q, k, cos, sin):
         rotated: tuple[Tensor, Tensor] = original(q, k, cos, sin, *args, **kw)
         return rotated
