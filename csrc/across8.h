@@ -37,11 +37,10 @@ struct Across8 : Driver8<I, F> {
   }
   static void quantize(const float* rows, const float* top, int64_t m, const Packed& w, int64_t col,
                        void* codes, RowScale* scale, int32_t* start, float* factors) {
-    constexpr float whole = 127.f * 256.f + 127.f;
     const int64_t n = padded_channels(w.shape), quads = n / 4,
                   count = (n + kChannels - 1) / kChannels;
     float* unit = factors + n;
-    scale_factors(w, col, whole, factors, unit);
+    scale_factors(w, col, kTwoDigits, factors, unit);
     auto* q = (Quad*)codes;
     for (int64_t i = 0; i < m; ++i, top += count, scale += 2 * count, start += 2 * count)
       for (int64_t g = 0; g < count; ++g) {

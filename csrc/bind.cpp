@@ -130,7 +130,6 @@ py::list list_kernels() {
     d["slow_here"] = cpu().vendor == e.kernel->slow_on;
     d["bf16_products"] = e.kernel->a_size == size_of(DType::kBf16);
     d["int8_domain"] = e.kernel->quad_size > 0;
-    d["int16_pays"] = e.kernel->int16_pays;
     d["calls"] = e.calls->load();
     out.append(d);
   }

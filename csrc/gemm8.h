@@ -68,7 +68,7 @@ struct Driver8 {
   template <int D>
   KT_OP void quantize_group(auto values, int64_t n, Quad* q, int64_t quads, RowScale* scale,
                             int32_t* start, int64_t count) {
-    constexpr float whole_range = D == 2 ? 127.f * 256.f + 127.f : 127.f;
+    constexpr float whole_range = D == 2 ? kTwoDigits : 127.f;
     f32 v[128 / L];
     for (int64_t k = 0; k < n; k += L) v[k / L] = values(k);
     const float most = largest(v, n);

@@ -20,7 +20,6 @@ struct RowScale {
 };
 // A whole number n of less than 22 bits is the float with these bits plus n, less this float. So
 // fma(scale, that float, shift) rounds as scale * n does, in one operation instead of two.
-constexpr float kWhole = 12582912.f;  // 1.5 * 2^23
 constexpr int32_t kWholeBits = 0x4b400000;
 constexpr int64_t kChannels = 128;  // values per scale of a row in transposed products
 KT_OP int64_t padded_channels(const Shape& s) { return round_up(s.n, 64); }

@@ -28,6 +28,11 @@ constexpr int64_t kWaveRows = 4096;  // assignments per wave (route.h): 32 rows 
 constexpr int64_t kAlign = 64;       // a cache line
 
 enum class DType : int { kBf16 = 0, kF16 = 1, kF32 = 2 };
+// Adding it to a float rounds that to a whole number, ties even, and leaves it in the low bits.
+constexpr float kWhole = 12582912.f;  // 1.5 * 2^23
+// The largest code of two int8 digits, 256 a + b with both in [-127, 127].
+constexpr float kTwoDigits = 127.f * 256.f + 127.f;
+
 constexpr int64_t size_of(DType t) { return t == DType::kF32 ? 4 : 2; }  // bytes
 
 // Gate activations: out = act(gate) * up.

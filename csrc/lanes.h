@@ -172,9 +172,8 @@ struct Lanes {
   // round(v[k] * f[k]) = 256 high + low of 64 values, less than 2^15 in size. Four values of every
   // 16 go together: value 16 t + 4 j + i to 16 j + 4 t + i.
   KT_OP void split(const float* v, const float* f, int8_t* high, int8_t* low, auto) {
-    constexpr float whole = 12582912.f;  // 1.5 * 2^23: the sum has the integer in its low bits
     for (int k = 0; k < 64; ++k) {
-      const float sum = v[k] * f[k] + whole;
+      const float sum = v[k] * f[k] + kWhole;
       int32_t bits;
       __builtin_memcpy(&bits, &sum, 4);
       const int16_t x = int16_t(bits);
