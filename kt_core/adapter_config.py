@@ -120,13 +120,13 @@ def adapter_config(
         parameters = {f"{suffix}.{name}" for suffix in suffixes for name in shape}
     else:
         targets = {names[p] for p in shape}
-    by_path = {path: (f.rank, f.alpha) for path, f in data.dense.items()}
+    by_path = {p: (f.rank, f.alpha) for p, f in {**data.dense, **data.embeddings}.items()}
     default = next(iter(shape.values())) if shape else _commonest(list(by_path.values()))
     patterns: dict[str, tuple[int, float]] = {}
     down = shape.get("down", shape.get("down_proj", default))
     if down != default:
         patterns[r"experts\.down_proj"] = down
-    linears = set(linear_paths)
+    linears = {*linear_paths, *data.embeddings}
     for target, paths in _grouped(list(by_path), linear_paths, fused_names).items():
         as_parameter = target.rsplit(".", 1)[-1] in fused_names or not set(paths) <= linears
         (parameters if as_parameter else targets).add(
@@ -181,7 +181,8 @@ def training_config(data: AdapterData, linear_paths: Set[str]) -> dict[str, Any]
     in place; `linear_paths` are the paths of its Linear modules.
     """
     shape = {p: (f.rank, f.alpha) for m in data.experts.values() for p, f in m.items()}
-    values = {path: (f.rank, f.alpha) for path, f in data.dense.items()}
+    linear_paths = linear_paths | data.embeddings.keys()
+    values = {p: (f.rank, f.alpha) for p, f in {**data.dense, **data.embeddings}.items()}
     default = _commonest([*values.values(), *shape.values()])
     parameters = [f"{path}.weight" for path in values if path not in linear_paths]
     keyed = {

@@ -45,6 +45,7 @@ _EXPERT = re.compile(
 )
 _FUSED = re.compile(r"^(?P<path>.+\.experts)(?P<inner>\.base_layer)?\.lora_(?P<ab>[AB])\.weight$")
 _DENSE = re.compile(r"^(?P<path>.+)\.lora_(?P<ab>[AB])\.weight$")
+_EMBEDDING = re.compile(r"^(?P<path>.+)\.lora_embedding_(?P<ab>[AB])$")
 
 
 def expert_names(model_type: str) -> dict[str, str]:
@@ -82,18 +83,28 @@ class Factors:
         """The lora_alpha that gives `scaling` without rslora."""
         return self.scaling * self.rank
 
+    def delta(self) -> Tensor:
+        """scaling * B @ A in fp32, [out, in] or [E, out, in]."""
+        return self.scaling * (self.b.float() @ self.a.float())
+
 
 @dataclass(frozen=True)
 class AdapterData:
     """An adapter in memory; module paths are those of the transformers model, e.g.
     model.layers.0.mlp.experts.
+
+    embeddings: LoRA of nn.Embedding modules, a [r, V] and b [H, r] as peft stores them: the delta
+    of the weight [V, H] is the transpose of scaling * b @ a. extra: every tensor that is not LoRA,
+    by the key it has in the file without peft's prefix (whole modules, biases, copies of base
+    weights; see adapter_extra.py). dropout: of the training run.
     """
 
     config: Mapping[str, Any]
     experts: Mapping[str, Mapping[str, Factors]]
     dense: Mapping[str, Factors]
-    extra: Mapping[str, Tensor] = field(default_factory=dict)  # whole modules saved beside the LoRA
-    dropout: float = 0.0  # of the training run
+    extra: Mapping[str, Tensor] = field(default_factory=dict)
+    dropout: float = 0.0
+    embeddings: Mapping[str, Factors] = field(default_factory=dict)
 
     @property
     def projections(self) -> list[str]:
@@ -145,6 +156,7 @@ def parse_adapter(
     experts: dict[str, dict[str, dict[str, dict[int, Tensor]]]] = {}
     fused: dict[str, dict[bool, dict[str, Tensor]]] = {}
     dense: dict[str, dict[str, Tensor]] = {}
+    embeddings: dict[str, dict[str, Tensor]] = {}
     extra: dict[str, Tensor] = {}
     for key, tensor in tensors.items():
         name = key.removeprefix("base_model.model.").replace(".block_sparse_moe.", ".mlp.")
@@ -158,6 +170,8 @@ def parse_adapter(
             fused.setdefault(m["path"], {}).setdefault(bool(m["inner"]), {})[m["ab"]] = tensor
         elif m := _DENSE.match(name):
             dense.setdefault(m["path"], {})[m["ab"]] = tensor
+        elif m := _EMBEDDING.match(name):
+            embeddings.setdefault(m["path"], {})[m["ab"]] = tensor
         elif ".lora_" in name:
             raise ValueError(
                 f"{where}: {key} is a kind of LoRA tensor that is not supported; only lora_A and "
@@ -189,6 +203,9 @@ def parse_adapter(
             path: _factors(pair, config, [path, f"{path}.weight"], where)
             for path, pair in dense.items()
         },
+        embeddings={
+            path: _factors(pair, config, [path], where) for path, pair in embeddings.items()
+        },
         extra=extra,
         dropout=float(own.get("lora_dropout", config.get("lora_dropout", 0.0))),
     )
@@ -198,10 +215,11 @@ def parse_adapter(
 
 
 def manifest(data: AdapterData) -> dict[str, list[int]]:
-    """Every trained tensor: paths of Linears and of expert projections with the shapes of their A
-    and B one after the other, and of whole modules with theirs.
+    """Every trained tensor: paths of Linears, embeddings and expert projections with the shapes of
+    their A and B one after the other, and of whole modules with theirs.
     """
-    out = {path: [*f.a.shape, *f.b.shape] for path, f in data.dense.items()}
+    linear = {**data.dense, **data.embeddings}
+    out = {path: [*f.a.shape, *f.b.shape] for path, f in linear.items()}
     for path, module in data.experts.items():
         for p, f in module.items():
             out[f"{path}.{PROJECTION_KEYS[p]}"] = [*f.a.shape, *f.b.shape]
@@ -410,6 +428,9 @@ def standard_tensors(data: AdapterData, names: Mapping[str, str]) -> dict[str, T
     for path, f in data.dense.items():
         out[f"base_model.model.{path}.lora_A.weight"] = f.a.contiguous()
         out[f"base_model.model.{path}.lora_B.weight"] = f.b.contiguous()
+    for path, f in data.embeddings.items():
+        out[f"base_model.model.{path}.lora_embedding_A"] = f.a.contiguous()
+        out[f"base_model.model.{path}.lora_embedding_B"] = f.b.contiguous()
     for path, module in data.experts.items():
         for p, f in completed(module).items():
             for e in range(f.a.shape[0]):

@@ -428,6 +428,9 @@ def _native(data: AdapterData) -> dict[str, Tensor]:
     out = {f"{_PREFIX}{k}": v for k, v in data.extra.items()}
     for path, f in data.dense.items():
         out[f"{_PREFIX}{path}.lora_A.weight"], out[f"{_PREFIX}{path}.lora_B.weight"] = f.a, f.b
+    for path, f in data.embeddings.items():
+        out[f"{_PREFIX}{path}.lora_embedding_A"] = f.a
+        out[f"{_PREFIX}{path}.lora_embedding_B"] = f.b
     for path, module in data.experts.items():
         for p, f in module.items():
             for ab, tensor in (("A", f.a), ("B", f.b)):
