@@ -27,7 +27,7 @@ from kt_core.adapter_config import check_complete
 from kt_core.adapter_format import AdapterData, Factors, read_adapter
 from kt_core.experts import Experts, Lora
 from kt_core.merge import merge
-from kt_core.module import KTExpertsLinear, Runner
+from kt_core.module import KTExpertsLinear, Runner, is_linear
 
 __all__ = [
     "AdapterData",
@@ -134,7 +134,7 @@ def _hook(held: _Attached, path: str, module: nn.Module) -> None:
         module.runner = _switched(held, path, module.runner)
         return
 
-    if not isinstance(module, nn.Linear):
+    if not is_linear(module):
         _adapt_weight(held, path, module)
         return
 
@@ -195,7 +195,7 @@ def _check(data: AdapterData, modules: Mapping[str, nn.Module], model: str, wher
             f"{where} adapts the embedding {next(iter(data.embeddings))}, which cannot be switched "
             "per call yet; merge it"
         )
-    check_complete(data, [n for n, m in modules.items() if isinstance(m, nn.Linear)], where)
+    check_complete(data, [n for n, m in modules.items() if is_linear(m)], where)
     experts_paths = [n for n, m in modules.items() if isinstance(m, KTExpertsLinear)]
     lost = [n for n in experts_paths if n not in data.experts]
     chosen = ("layers_to_transform", "layers_pattern", "exclude_modules", "target_parameters")

@@ -49,6 +49,14 @@ def inference_runner(
     return out.to(x.device, x.dtype)
 
 
+def is_linear(module: nn.Module) -> bool:
+    """Whether `module` is a Linear that returns its product. transformers' own subclasses return
+    more (PhiMoE's router: also the chosen experts), so what adapts them adapts their weight.
+    """
+    own = type(module).__module__.startswith("transformers.models.")
+    return isinstance(module, nn.Linear) and not own
+
+
 class KTExpertsLinear(nn.Module):
     """Routed experts of one layer, kept in packed CPU memory.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ from typing import Any
 from peft import LoraConfig
 from torch import nn
 
-from kt_core.module import KTExpertsLinear
+from kt_core.module import KTExpertsLinear, is_linear
 from kt_sft.config import LORA_GROUPS
 
 GROUPS = (*LORA_GROUPS, "other")
@@ -69,24 +69,27 @@ def rules(new: NewAdapters) -> Iterator[None]:
 
 
 def routers_of(model: nn.Module) -> dict[str, nn.Module]:
-    """The routers by path, as on the model without any adapter: modules named gate or router with a
-    matrix beside an experts module.
+    """What decides which experts a token goes to, by path as on the model without any adapter: the
+    modules that hold a matrix `weight` [experts, hidden], at any depth, in the child named gate or
+    router beside an experts module.
+
+    That child is a Linear (Jamba), a module with the matrix as its own parameter (Qwen3-MoE), or
+    one with a Linear below it (HunYuan: gate.wg).
     """
     parents = {
         name.removesuffix(".base_layer").rpartition(".")[0]
         for name, module in model.named_modules()
         if isinstance(module, KTExpertsLinear)
     }
+    tops = {f"{parent}.{name}" for parent in parents for name in _ROUTERS}
     found = {}
-    for parent in sorted(parents):
-        for name in _ROUTERS:
-            child = dict(model.get_submodule(parent).named_children()).get(name)
-            while child is not None and "base_layer" in dict(child.named_children()):
-                child = child.get_submodule("base_layer")
-            if child is not None and dict(child.named_parameters(recurse=False)).keys() & {
-                "weight"
-            }:
-                found[f"{parent}.{name}"] = child
+    for name, module in model.named_modules():
+        path = name.replace(".base_layer", "")
+        if ".lora_" in path or not any(path == t or path.startswith(f"{t}.") for t in tops):
+            continue
+        weight = dict(module.named_parameters(recurse=False)).get("weight")
+        if weight is not None and weight.dim() == 2:
+            found[path] = module
     return found
 
 
@@ -121,25 +124,78 @@ def expand(config: LoraConfig, model: nn.Module) -> None:
         targets |= {p for p in found if p in linears}
         parameters |= {f"{p}.weight" for p in found if p not in linears}
     config.target_modules, config.target_parameters = targets, sorted(parameters) or None
-    picked = [p for p in routers if any(p == t or p.endswith(f".{t}") for t in targets)]
-    picked += [p for p in routers if f"{p}.weight" in parameters]
-    if picked and not _current().router and not isinstance(config.exclude_modules, str):
-        config.exclude_modules = [*(config.exclude_modules or ()), *picked]
-    elif picked:
-        _check_called(model, picked[0])
 
 
-def _check_called(model: nn.Module, router: str) -> None:
-    """Raises ValueError if the block around `router` reads attributes of it, such as its weight,
-    rather than only call it: what peft puts around the router would then not be used.
+def settle_routers(config: LoraConfig, model: nn.Module) -> None:
+    """Leaves out the routers that `config` hits and must not adapt, in place; after `expand`.
+
+    `lora_target: all` of LLaMA-Factory means none; `all-linear` those alone that peft can adapt as
+    a Linear, with effect. Raises ValueError for one that is asked for by name and cannot be.
+    """
+    routers = routers_of(model)
+    parameters = config.target_parameters or []
+    hit = {p for p in routers if matches(config.target_modules, p)} - {
+        p for p in routers if config.exclude_modules and matches(config.exclude_modules, p)
+    }
+    whole = {p for p in routers if any(f"{p}.weight".endswith(t) for t in parameters)}
+    if not _current().router:
+        config.target_parameters = [
+            t for t in parameters if not any(f"{p}.weight".endswith(t) for p in whole)
+        ] or None
+        _exclude(config, hit)
+    elif config.target_modules == "all-linear":
+        _exclude(config, {p for p in hit if not is_linear(routers[p]) or _reads(model, p)})
+    else:
+        for path in sorted(hit - whole):
+            if not is_linear(routers[path]):
+                leaf = path.rpartition(".")[2]
+                raise ValueError(
+                    f"LoRA target {leaf} is the router {path}, whose weight is adapted as a whole; "
+                    "write router in its place"
+                )
+        for path in sorted(hit | whole):
+            _check_called(model, path)
+
+
+def matches(names: str | Collection[str] | None, path: str) -> bool:
+    """Whether peft takes `path` for one of `names` (the ends of paths, or one pattern); all-linear
+    is every path here.
+    """
+    if isinstance(names, str):
+        return names == "all-linear" or re.fullmatch(names, path) is not None
+    return any(path == name or path.endswith(f".{name}") for name in names or ())
+
+
+def _exclude(config: LoraConfig, paths: Collection[str]) -> None:
+    """Adds `paths` to exclude_modules."""
+    if not paths:
+        return
+    if isinstance(config.exclude_modules, str):
+        more = "|".join(re.escape(p) for p in sorted(paths))
+        config.exclude_modules = f"(?:{config.exclude_modules})|{more}"
+    else:
+        config.exclude_modules = sorted({*(config.exclude_modules or ()), *paths})
+
+
+def _reads(model: nn.Module, router: str) -> tuple[str, str] | None:
+    """The block around `router` and what it reads of it, such as its weight, rather than only call
+    it: what peft puts around the router would then not be used. Reading a dtype does no harm.
     """
     parent, _, leaf = router.rpartition(".")
     block = type(model.get_submodule(parent))
-    read = re.findall(rf"self\.{leaf}\.(\w+)", inspect.getsource(block))
-    if read:
+    read = re.search(
+        rf"self\.{leaf}\.(\w+)\b(?!\.(?:dtype|device|shape)\b)", inspect.getsource(block)
+    )
+    return (block.__name__, read[1]) if read else None
+
+
+def _check_called(model: nn.Module, router: str) -> None:
+    """Raises ValueError if LoRA around `router` would have no effect, see `_reads`."""
+    if read := _reads(model, router):
+        leaf = router.rpartition(".")[2]
         raise ValueError(
-            f"the router {router} cannot carry LoRA, because {block.__name__} reads its "
-            f"{read[0]} instead of only calling it; take router (or {leaf}) out of lora_target"
+            f"the router {router} cannot carry LoRA, because {read[0]} reads its {read[1]} instead "
+            f"of only calling it; take router (or {leaf}) out of lora_target"
         )
 
 
@@ -199,7 +255,7 @@ def _linears(model: nn.Module) -> set[str]:
     return {
         n.replace(".base_layer", "")
         for n, m in model.named_modules()
-        if isinstance(m, nn.Linear) and ".lora_" not in f".{n}"
+        if is_linear(m) and ".lora_" not in f".{n}"
     }
 
 

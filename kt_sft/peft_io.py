@@ -46,7 +46,7 @@ from kt_core.adapter_format import (
     parse_adapter,
     read_adapter,
 )
-from kt_core.module import KTExpertsLinear
+from kt_core.module import KTExpertsLinear, is_linear
 from kt_sft import groups, targets
 from kt_sft.config import KTConfig
 from kt_sft.lora import KTExpertsLoraLinear, check_supported
@@ -250,7 +250,7 @@ def _collect(model: PeftModel, name: str, tensors: Mapping[str, Tensor]) -> Adap
 def _linear_paths(base: nn.Module) -> list[str]:
     found = []
     for path, module in base.named_modules():
-        if isinstance(module, nn.Linear) and ".lora_" not in f".{path}":
+        if is_linear(module) and ".lora_" not in f".{path}":
             found.append(path.removesuffix(".base_layer"))
     return found
 

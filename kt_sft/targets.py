@@ -22,7 +22,7 @@ from peft.tuners.tuners_utils import _maybe_include_all_linear_layers
 from torch import nn
 
 from kt_core.adapter_format import PROJECTION_KEYS, expert_names, pattern_value
-from kt_core.module import KTExpertsLinear
+from kt_core.module import KTExpertsLinear, is_linear
 from kt_sft import groups
 
 
@@ -80,6 +80,7 @@ def resolve(config: LoraConfig, model: nn.Module, model_type: str) -> dict[int, 
     groups.check_whole_modules(config, model)
     _take_fused_parameters(config, model, experts)
     groups.expand(config, model)
+    groups.settle_routers(config, model)
     groups.check_dropout(config, model)
     chosen = _chosen(config, model, experts, names)
     groups.set_ranks(config, _adapted(config, model, chosen))
@@ -187,7 +188,7 @@ def _adapted(
             hit = targets == "all-linear" or re.fullmatch(targets, path) is not None
         else:
             hit = any(path == t or path.endswith(f".{t}") for t in targets or ())
-        if hit and isinstance(module, nn.Linear) and not _excluded(config, path):
+        if hit and is_linear(module) and not _excluded(config, path):
             found.setdefault(groups.group_of(path), []).append(path)
     for path in parameters:
         found.setdefault(groups.group_of(path), []).append(path)
