@@ -37,20 +37,22 @@ def write_adapter(
     *,
     model_type: str,
     linear_paths: Sequence[str],
+    other_paths: Sequence[str] = (),
     layout: str = "per_expert",
 ) -> None:
     """Writes `data` in the standard per-expert layout, or in the fused one:
     adapter_model.safetensors, with the manifest of all trained tensors in its metadata, and
     adapter_config.json.
 
-    `linear_paths` are the paths of all Linear modules of the base model, adapted or not; targets
-    are written by leaf name where that picks exactly the adapted ones. Raises ValueError for what
+    `linear_paths` are the paths of all Linear modules of the base model, adapted or not,
+    `other_paths` those of all its other modules (peft adapts a Conv3d, too); targets are written by
+    leaf name where that picks exactly the adapted ones. Raises ValueError for what
     stock peft cannot express. Writes straight into `directory`; the caller writes to a temporary
     place, verifies and renames.
     """
     directory = Path(directory)
     names = expert_names(model_type)
-    config = adapter_config(data, names, linear_paths, layout)
+    config = adapter_config(data, names, linear_paths, layout, other_paths)
     own = {
         "projections": data.projections,
         "lora_dropout": data.dropout,
@@ -98,7 +100,11 @@ def check_complete(data: AdapterData, linears: Iterable[str], where: str) -> Non
 
 
 def adapter_config(
-    data: AdapterData, names: Mapping[str, str], linear_paths: Sequence[str], layout: str
+    data: AdapterData,
+    names: Mapping[str, str],
+    linear_paths: Sequence[str],
+    layout: str,
+    other_paths: Sequence[str] = (),
 ) -> dict[str, Any]:
     """adapter_config.json with which stock peft puts exactly these factors in place.
 
@@ -127,7 +133,9 @@ def adapter_config(
     if down != default:
         patterns[r"experts\.down_proj"] = down
     linears = {*linear_paths, *data.embeddings}
-    for target, paths in _grouped(list(by_path), linear_paths, fused_names).items():
+    for target, paths in _grouped(
+        list(by_path), [*linear_paths, *other_paths], fused_names
+    ).items():
         as_parameter = target.rsplit(".", 1)[-1] in fused_names or not set(paths) <= linears
         (parameters if as_parameter else targets).add(
             f"{target}.weight" if as_parameter else target
@@ -207,7 +215,7 @@ def training_config(data: AdapterData, linear_paths: Set[str]) -> dict[str, Any]
 
 
 def _grouped(
-    adapted: list[str], linear_paths: Sequence[str], fused_names: set[str]
+    adapted: list[str], all_paths: Sequence[str], fused_names: set[str]
 ) -> dict[str, list[str]]:
     """The shortest targets that pick exactly `adapted`: leaf names, then names with their parent,
     then whole paths.
@@ -215,7 +223,7 @@ def _grouped(
     Names in `fused_names` are never written bare, because stock peft gives those another meaning.
     """
     out: dict[str, list[str]] = {}
-    everything = set(linear_paths) | set(adapted)
+    everything = set(all_paths) | set(adapted)
     rest = list(adapted)
     for depth in (1, 2):
         groups: dict[str, list[str]] = {}

@@ -18,6 +18,7 @@ On disk three layouts are read, and the first is written unless another is asked
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
@@ -37,7 +38,6 @@ from kt_core.adapter_fused import split
 PROJECTION_KEYS = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 WEIGHTS_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
 _MIXTRAL = {"gate": "w1", "up": "w3", "down": "w2"}
-_MIXTRAL_TYPES = frozenset({"mixtral", "minimax", "minimax_m2", "phimoe", "lfm2_moe"})
 PROJECTION_OF = {name: p for p, name in [*PROJECTION_KEYS.items(), *_MIXTRAL.items()]}
 METADATA = "kt"  # our entry among the safetensors metadata: what the standard config cannot say
 _EXPERT = re.compile(
@@ -48,9 +48,22 @@ _DENSE = re.compile(r"^(?P<path>.+)\.lora_(?P<ab>[AB])\.weight$")
 _EMBEDDING = re.compile(r"^(?P<path>.+)\.lora_embedding_(?P<ab>[AB])$")
 
 
+@functools.cache
 def expert_names(model_type: str) -> dict[str, str]:
-    """Leaf names of the expert projections in published checkpoints of a model type."""
-    return dict(_MIXTRAL if model_type in _MIXTRAL_TYPES else PROJECTION_KEYS)
+    """Leaf names of the expert projections in published checkpoints of a model type, as
+    transformers' table of conversions has them.
+    """
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+    from transformers.core_model_loading import WeightConverter
+
+    names = dict(PROJECTION_KEYS)
+    for entry in get_checkpoint_conversion_mapping(model_type) or ():
+        if isinstance(entry, WeightConverter):
+            for pattern in entry.source_patterns:
+                leaf = pattern.removesuffix("$").removesuffix(".weight").rpartition(".")[2]
+                if leaf in PROJECTION_OF:
+                    names[PROJECTION_OF[leaf]] = leaf
+    return names
 
 
 def pattern_value(patterns: Mapping[str, Any] | None, names: Sequence[str], default: Any) -> Any:

@@ -48,11 +48,18 @@ def fused_tensors(path: str, module: Mapping[str, Factors]) -> dict[str, Tensor]
     out = {}
     for parameter, f in fused.items():
         inner = ".base_layer" if parameter == "gate_up_proj" and len(fused) == 2 else ""
-        count, rank, fan_in = f.a.shape
-        out[f"{path}{inner}.lora_A.weight"] = f.a.reshape(count * rank, fan_in).contiguous()
-        b = f.b.permute(1, 2, 0).reshape(f.b.shape[1], rank * count)
-        out[f"{path}{inner}.lora_B.weight"] = b.contiguous()
+        flat = flattened(f)
+        out[f"{path}{inner}.lora_A.weight"] = flat.a
+        out[f"{path}{inner}.lora_B.weight"] = flat.b
     return out
+
+
+def flattened(f: Factors) -> Factors:
+    """a [E, R, in] and b [E, out, R] as peft holds them: [E * R, in] and [out, R * E]."""
+    count, rank, fan_in = f.a.shape
+    b = f.b.permute(1, 2, 0).reshape(f.b.shape[1], rank * count)
+    a = f.a.reshape(count * rank, fan_in)
+    return dataclasses.replace(f, a=a.contiguous(), b=b.contiguous())
 
 
 def split(

@@ -20,7 +20,7 @@ FORMATS = ("bf16", "int8", "int4")
 GROUPS = (0, 32, 64, 128)  # 0: one scale per output channel
 ACTIVATIONS = ("retain", "recompute")
 DENSE_DTYPES = ("auto", "bf16", "fp32")
-EXPORT_LAYOUTS = ("per_expert", "fused")
+EXPORT_LAYOUTS = ("auto", "per_expert", "fused")
 LORA_GROUPS = ("attention", "shared_experts", "experts", "router")
 
 
@@ -40,8 +40,8 @@ class KTConfig:
                    packed in memory
     lora_rank      rank by group (attention, shared_experts, experts, router) where it differs from
                    LLaMA-Factory's lora_rank; alpha changes with it, so that alpha / rank stays
-    export_layout  expert tensors of a saved adapter: per_expert, or fused (peft's
-                   target_parameters)
+    export_layout  expert tensors of a saved adapter: per_expert, fused (peft's target_parameters),
+                   or auto, the first of them that stock peft reads in full
     merged_eval    evaluation batches on which the end of a run measures the held-out loss twice, as
                    trained and merged into bf16; each reads the base checkpoint once; 0: none
     layer_major    the micro-batches of gradient accumulation go through each layer together
@@ -62,7 +62,7 @@ class KTConfig:
     gather_rows: bool = True
     dense_dtype: str = "auto"
     lora_rank: Mapping[str, int] | None = None
-    export_layout: str = "per_expert"
+    export_layout: str = "auto"
     merged_eval: int = 2
 
     def __post_init__(self) -> None:

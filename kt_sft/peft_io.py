@@ -4,7 +4,7 @@ Each function here takes the place of a peft method (see plugin.py) and hands ev
 the original.
 
 Saving is one transaction: tensors are checked against the model's trained parameters, written in
-the standard layout to a temporary directory, read back and compared bit for bit, then renamed.
+the chosen layout to a temporary directory, read back and compared bit for bit, then renamed.
 Loading uses every tensor or raises.
 """
 
@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel
+from peft.tuners.lora.layer import LoraLayer
 from peft.utils.save_and_load import (
     get_peft_model_state_dict,
     load_peft_weights,
@@ -47,7 +48,7 @@ from kt_core.adapter_format import (
     read_adapter,
 )
 from kt_core.module import KTExpertsLinear, is_linear
-from kt_sft import groups, targets
+from kt_sft import groups, stock, targets
 from kt_sft.config import KTConfig
 from kt_sft.lora import KTExpertsLoraLinear, check_supported
 
@@ -89,6 +90,46 @@ def inject_adapter(
         config._register_custom_module({KTExpertsLinear: KTExpertsLoraLinear})
     with targets.injecting(plans):
         original(self, model, adapter_name, *args, **kw)
+    if not config.inference_mode and _first_rank():
+        stock.say(_choice(model, _planned(model, adapter_name, config)), model, logging.WARNING)
+
+
+def _first_rank() -> bool:
+    return not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+
+
+def _planned(base: nn.Module, name: str, config: LoraConfig) -> AdapterData:
+    """The adapter `name` as it is in `base`, before anything is trained."""
+    experts: dict[str, dict[str, Factors]] = {}
+    dense: dict[str, Factors] = {}
+    for path, module in base.named_modules():
+        if not isinstance(module, LoraLayer) or name not in module.lora_A:
+            continue
+        a, b = module.lora_A[name], module.lora_B[name]
+        if isinstance(module, KTExpertsLoraLinear):
+            experts[path] = {
+                p: Factors(
+                    a.get_parameter(PROJECTION_KEYS[p]), b.get_parameter(PROJECTION_KEYS[p]), scale
+                )
+                for p, scale in module.projection_scaling(name).items()
+            }
+        else:
+            dense[path] = Factors(a.weight, b.weight, module.scaling[name])
+    plain = {k: sorted(v) if isinstance(v, set) else v for k, v in config.to_dict().items()}
+    return AdapterData(plain, experts, dense, dropout=config.lora_dropout)
+
+
+def layout_of(model: PeftModel, name: str = "default") -> stock.Choice:
+    """The layout in which adapter `name` of `model` is saved, and what stock peft makes of it."""
+    base = model.get_base_model()
+    return _choice(base, _planned(base, name, model.peft_config[name]))
+
+
+def _choice(base: nn.Module, data: AdapterData) -> stock.Choice:
+    """The layout in which `data` is saved."""
+    names = expert_names(targets.model_type_of(base))
+    wanted = settings_of(base).export_layout
+    return stock.choose(base, data, names, _linear_paths(base), _other_paths(base), wanted)
 
 
 # ------------------------------------------------------------------------------------------ saving
@@ -105,7 +146,7 @@ def save_pretrained(
     path_initial_model_for_weight_conversion: str | None = None,
     **kw: Any,
 ) -> None:
-    """PeftModel.save_pretrained: the standard per-expert layout, verified; see the module text.
+    """PeftModel.save_pretrained: a layout that stock peft reads, verified; see the module text.
 
     On every rank of a sharded model: either pass a gathered `state_dict`, or call it on all ranks.
     """
@@ -177,7 +218,8 @@ def _save_one(model: PeftModel, name: str, tensors: Mapping[str, Tensor], target
     data = _collect(model, name, tensors)
     base = model.get_base_model()
     model_type = targets.model_type_of(base)
-    layout = settings_of(base).export_layout
+    choice = _choice(base, data)
+    layout = choice.layout
     target.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=".kt-saving-", dir=target))
     try:
@@ -186,6 +228,7 @@ def _save_one(model: PeftModel, name: str, tensors: Mapping[str, Tensor], target
             data,
             model_type=model_type,
             linear_paths=_linear_paths(base),
+            other_paths=_other_paths(base),
             layout=layout,
         )
         _verify(temporary, data, model_type, layout)
@@ -197,7 +240,13 @@ def _save_one(model: PeftModel, name: str, tensors: Mapping[str, Tensor], target
             os.replace(temporary / file, target / file)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    _report(model_type, target, sum(tensors[k].numel() for k in trained), len(trained))
+    log.info(
+        "kt: saved %d trained parameters in %d tensors to %s, read back and verified",
+        sum(tensors[k].numel() for k in trained),
+        len(trained),
+        target,
+    )
+    stock.say(choice, base, logging.INFO)
 
 
 def _trained_shapes(model: PeftModel, name: str) -> dict[str, tuple[int, ...]]:
@@ -213,8 +262,6 @@ def _trained_shapes(model: PeftModel, name: str) -> dict[str, tuple[int, ...]]:
 
 def _collect(model: PeftModel, name: str, tensors: Mapping[str, Tensor]) -> AdapterData:
     """The adapter as AdapterData, from peft's state dict and the scales that the layers use."""
-    from peft.tuners.lora.layer import LoraLayer
-
     rest = dict(tensors)
     experts: dict[str, dict[str, Factors]] = {}
     dense: dict[str, Factors] = {}
@@ -255,6 +302,12 @@ def _linear_paths(base: nn.Module) -> list[str]:
     return found
 
 
+def _other_paths(base: nn.Module) -> list[str]:
+    """Paths of the modules that are no Linear, as on the model without any adapter."""
+    names = {n.replace(".base_layer", "") for n, _ in base.named_modules() if ".lora_" not in n}
+    return sorted(names - {""} - set(_linear_paths(base)))
+
+
 def _verify(directory: Path, data: AdapterData, model_type: str, layout: str) -> None:
     """Reads the file back, compares it bit for bit with what was to be written, and reads it as an
     adapter.
@@ -287,31 +340,6 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
 def _sync(path: Path) -> None:
     with open(path, "rb+") as file:
         os.fsync(file.fileno())
-
-
-def _report(model_type: str, target: Path, parameters: int, tensors: int) -> None:
-    log.info(
-        "kt: saved %d trained parameters in %d tensors to %s, read back and verified",
-        parameters,
-        tensors,
-        target,
-    )
-    if not _stock_peft_reads(model_type):
-        log.info(
-            "kt: stock peft of this version does not apply per-expert adapters to %s; "
-            "kt_core.adapter reads, serves and "
-            "merges it",
-            model_type,
-        )
-
-
-def _stock_peft_reads(model_type: str) -> bool:
-    try:
-        from peft.utils import transformers_weight_conversion as conversion
-    except ImportError:  # peft < 0.19
-        return False
-    pattern = conversion._MODEL_TO_CONVERSION_PATTERN.get(model_type)
-    return pattern in conversion._MOE_TARGET_MODULE_MAPPING
 
 
 # ----------------------------------------------------------------------------------------- loading

@@ -43,7 +43,10 @@ def test_the_command_line_gives_json():
         ({"fromat": "int8"}, "unknown key fromat='int8'; did you mean format"),
         ({"experts": "hot"}, "experts='hot' is not supported: LoRA goes on all experts"),
         ({"merged_eval": -1}, "merged_eval=-1 is not a whole number of at least 0"),
-        ({"export_layout": "3d"}, "export_layout='3d' is not known; use one of per_expert, fused"),
+        (
+            {"export_layout": "3d"},
+            "export_layout='3d' is not known; use one of auto, per_expert, fused",
+        ),
         ({"zzz": 1}, "unknown key zzz=1; known keys are format"),
         ({"format": "int3"}, "format='int3' is not known; use one of bf16, int8, int4"),
         ({"group": 48}, "group=48 is not known"),

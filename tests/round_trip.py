@@ -1,0 +1,139 @@
+"""One round trip of one family: train, save, stock peft, our inference, merge, stock transformers.
+
+Every reader gets the same token ids, and its logits are compared with those of the trained model.
+The engine is the slow fp32 one (slow_experts), so that what differs is not the kernels.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import families
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import PreTrainedModel
+
+from kt_core import layout
+from kt_sft import groups, peft_io, plugin, stock
+from kt_sft.config import LORA_GROUPS, KTConfig
+
+LAYOUTS = stock.LAYOUTS
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A family's tiny model after three steps: the checkpoint it began with, what was trained, and
+    its logits with and without the adapter.
+    """
+
+    family: families.Family
+    base: Path
+    model: PeftModel
+    groups: tuple[str, ...]
+    logits: torch.Tensor
+    plain: torch.Tensor
+
+    def save(self, layout: str, directory: Path) -> stock.Choice:
+        """Saves with an export_layout and returns what the save made of it."""
+        base = self.model.get_base_model()
+        peft_io.remember(base, KTConfig(format="bf16", export_layout=layout))
+        self.model.save_pretrained(directory)
+        return peft_io.layout_of(self.model)
+
+
+def token_ids() -> torch.Tensor:
+    """Fixed random token ids [2, 24]."""
+    return torch.randint(3, 120, (2, 24), generator=torch.Generator().manual_seed(7))
+
+
+def refusal(family: families.Family) -> str | None:
+    """Why this family's experts stay where they are; None if we take them over."""
+    try:
+        with torch.device("meta"):
+            model = family.cls(families.tiny(family))
+    except Exception as error:
+        return f"its tiny model cannot be built ({type(error).__name__})"
+    try:
+        found = layout.find_experts(model)
+    except ValueError as error:
+        return str(error)
+    return None if found else "it has no experts modules with 3-D weights"
+
+
+def build(family: families.Family, path: Path, **save: Any) -> None:
+    """A random fp32 checkpoint of the family."""
+    torch.manual_seed(0)
+    model = family.cls(families.tiny(family))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, 0.1)
+            elif "norm" not in name:
+                parameter.uniform_(-0.1, 0.1)
+    model.save_pretrained(path, **save)
+
+
+def stock_model(family: families.Family, path: Path) -> PreTrainedModel:
+    """The checkpoint in stock transformers, fp32."""
+    return family.cls.from_pretrained(
+        path, dtype=torch.float32, experts_implementation="eager", attn_implementation="eager"
+    ).eval()
+
+
+def logits(model: Any) -> torch.Tensor:
+    """Logits of `token_ids`."""
+    with torch.no_grad():
+        return model(input_ids=token_ids()).logits
+
+
+def error(a: torch.Tensor, b: torch.Tensor) -> float:
+    """||a - b|| / ||b||."""
+    return float((a - b).norm() / b.norm())
+
+
+def train(family: families.Family, base: Path, export_layout: str = "auto") -> Trained:
+    """Three steps with LoRA on every group that the family has."""
+    build(family, base)
+    settings = KTConfig(format="bf16", export_layout=export_layout)
+    with plugin.loading(settings):
+        model = family.cls.from_pretrained(base, dtype=torch.float32, attn_implementation="eager")
+    plugin.prepare(model, settings)
+    found = tuple(g for g in LORA_GROUPS if _has(model, g))
+    torch.manual_seed(3)
+    tuned = get_peft_model(model, LoraConfig(target_modules=list(found), r=4, lora_alpha=8))
+    optimizer = torch.optim.AdamW([p for p in tuned.parameters() if p.requires_grad], lr=1e-2)
+    ids = token_ids()
+    for _ in range(3):
+        tuned(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    tuned.eval()
+    with tuned.disable_adapter():
+        plain = logits(tuned)
+    return Trained(family, base, tuned, found, logits(tuned), plain)
+
+
+def _has(model: PreTrainedModel, group: str) -> bool:
+    """Whether `group` can be adapted: there may be none, or a router that is not only called."""
+    config = LoraConfig(target_modules=[group])
+    try:
+        groups.expand(config, model)
+        groups.settle_routers(config, model)
+    except ValueError:
+        return False
+    return True
+
+
+def stock_peft(trained: Trained, adapter: Path) -> float | None:
+    """The error of stock peft's logits; None if it does not load the adapter."""
+    model = stock_model(trained.family, trained.base)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            tuned = PeftModel.from_pretrained(model, adapter)
+    except (ValueError, RuntimeError):
+        return None
+    return error(logits(tuned), trained.logits)

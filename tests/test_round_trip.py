@@ -1,0 +1,64 @@
+"""Every mixture-of-experts family of the installed transformers goes the whole way: train, save,
+stock peft, our inference, merge, stock transformers.
+
+Families are found by looking (families.py), so a new one is tested without a change here.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import families
+import pytest
+import round_trip
+import slow_experts
+
+FAMILIES = {family.class_name: family for family in families.families()}
+SAME = 1e-5  # fp32 on both sides; a lost part of the adapter is above 1e-2
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def trained(request, tmp_path_factory):
+    """A family after three steps; those that are refused are skipped by the tests of this file,
+    and test_families_that_are_refused has them.
+    """
+    family = FAMILIES[request.param]
+    if round_trip.refusal(family):
+        pytest.skip("refused")
+    with pytest.MonkeyPatch.context() as patch:
+        slow_experts.patch(patch)
+        yield round_trip.train(family, tmp_path_factory.mktemp("family") / "base")
+
+
+def test_the_adapter_matters(trained):
+    assert round_trip.error(trained.logits, trained.plain) > 0.1
+    assert {"attention", "experts"} <= set(trained.groups)
+
+
+def test_stock_peft_reads_what_was_promised(trained, tmp_path):
+    read = {}
+    for layout in round_trip.LAYOUTS:
+        choice = trained.save(layout, tmp_path / layout)
+        assert choice.layout == layout
+        error = round_trip.stock_peft(trained, tmp_path / layout)
+        read[layout] = error is not None and error < SAME
+        assert read[layout] == (choice.problem is None), (layout, error, choice.problem)
+    auto = trained.save("auto", tmp_path / "auto")
+    assert (auto.problem is None) == any(read.values())
+    assert read[auto.layout] == any(read.values())
+    assert auto.problem is not None or round_trip.stock_peft(trained, tmp_path / "auto") < SAME
+
+
+def test_a_layout_that_stock_peft_does_not_read_is_named_before_training(
+    tmp_path, monkeypatch, caplog
+):
+    """PhiMoE per expert: stock peft applied the attention only, without a word."""
+    slow_experts.patch(monkeypatch)
+    phimoe = FAMILIES["PhimoeForCausalLM"]
+    with caplog.at_level(logging.WARNING, "kt"):
+        round_trip.train(phimoe, tmp_path / "auto")
+        assert not caplog.messages
+        round_trip.train(phimoe, tmp_path / "named", export_layout="per_expert")
+    (message,) = caplog.messages
+    assert "does not apply it in full to PhimoeForCausalLM (per_expert layout" in message
+    assert "kt_core.serve serves it" in message
