@@ -15,6 +15,9 @@ import uvicorn
 from fastapi import FastAPI
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from kt_core.serve.app import Names, Served, Service, create_app
+from kt_core.serve.tokens import Tokens, of_base
+
 END = "</s>"
 
 
@@ -68,22 +71,41 @@ def _byte_of_symbol(tokenizer: transformers.PreTrainedTokenizerFast) -> dict[str
     return table
 
 
-def echo_model(**overrides: Any) -> tuple[Echo, transformers.PreTrainedTokenizerFast]:
+def echo_model(
+    kind: type[Echo] = Echo, **overrides: Any
+) -> tuple[Echo, transformers.PreTrainedTokenizerFast]:
     """A tiny stock model with the byte tokenizer of tests/models.py."""
     tokenizer = models.byte_tokenizer()
     cfg = models.config("mixtral", vocab_size=260, num_hidden_layers=1, **overrides)
-    model = Echo(cfg)
+    model = kind(cfg)
     model.prepare(tokenizer)
     return model, tokenizer
 
 
+def tokens_of(model: Any, tokenizer: Any) -> Tokens:
+    return of_base(tokenizer, model.generation_config)
+
+
+def app_of(model: Any, tokenizer: Any, name: str, **options: Any) -> FastAPI:
+    """The application with a model that is there already and has no adapters."""
+    service = Service(Names(name, ()))
+    service.served = Served(model, {None: tokens_of(model, tokenizer)}, **options)
+    return create_app(service)
+
+
 @contextmanager
-def serving(app: FastAPI) -> Iterator[str]:
-    """Runs `app` on a free port of this machine, on a thread; yields the base URL."""
+def serving(
+    app: FastAPI, kind: type[uvicorn.Server] = uvicorn.Server, **more: Any
+) -> Iterator[str]:
+    """Runs `app` on a free port of this machine, on a thread; yields the base URL. `more` are
+    attributes of the server.
+    """
     config = uvicorn.Config(
         app, host="127.0.0.1", port=0, log_level="warning", timeout_graceful_shutdown=2
     )
-    server = uvicorn.Server(config)
+    server = kind(config)
+    for name, value in more.items():
+        setattr(server, name, value)
     thread = threading.Thread(target=server.run)
     thread.start()
     try:

@@ -11,9 +11,15 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from serve_cases import Echo, echo_model, serving, until
+import torch
+from openai.types import chat as openai_chat
+from openai.types.chat import completion_create_params
+from serve_cases import Echo, app_of, echo_model, serving, tokens_of, until
 
-from kt_core.serve.app import create_app
+from kt_core.serve import schemas
+from kt_core.serve.engine import Delta, Engine, Finished, Job, Sampling, _Progress
+from kt_core.serve.errors import ApiError
+from kt_core.serve.schemas import ChatRequest, Message, StreamOptions, TextPart, parse
 
 BASE = "tiny"
 
@@ -21,7 +27,7 @@ BASE = "tiny"
 @pytest.fixture(scope="module")
 def echo() -> Iterator[tuple[str, Echo]]:
     model, tokenizer = echo_model()
-    with serving(create_app(model, tokenizer, name=BASE, max_waiting=40)) as url:
+    with serving(app_of(model, tokenizer, BASE, max_waiting=40)) as url:
         yield url, model
 
 
@@ -147,6 +153,10 @@ def test_a_character_cut_by_the_limit_is_left_out(client: openai.OpenAI, limit: 
         ("one STO", "STOP", "one STO"),  # held back, then released
         ("a🙂b", "🙂", "a"),
         ("none of it", "STOP", "none of it"),
+        ("none of it", "", "none of it"),
+        ("none of it", ["", ""], "none of it"),
+        ("one STOP two", ["", "STOP"], "one "),
+        ("one STOP two", ["a", "b", "c", "STOP", "d"], "one "),
     ],
 )
 def test_stop_strings(client: openai.OpenAI, text: str, stop: Any, expected: str) -> None:
@@ -164,6 +174,55 @@ def test_a_stop_string_ends_the_generation(client: openai.OpenAI) -> None:
     assert answer.usage.completion_tokens == 8
 
 
+class Late(Echo):
+    """Tells a streamer of a token after the criteria were asked, as transformers 5.24 does."""
+
+    def generate(self, *args: Any, streamer: Any = None, **more: Any) -> Any:
+        if streamer is not None:
+            put, held = streamer.put, []
+            streamer.put = lambda value: (
+                held.append(value),
+                put(held.pop(0)) if held[1:] else None,
+            )
+        return super().generate(*args, **({"streamer": streamer} if streamer else {}), **more)
+
+
+@pytest.mark.parametrize("kind", [Echo, Late])
+def test_stops_and_cancelling_act_at_the_token_that_brings_them(kind: type[Echo]) -> None:
+    """In every transformers, whenever it tells a streamer."""
+    model, tokenizer = echo_model(kind)
+    engine = Engine(model, {None: tokens_of(model, tokenizer)}, max_waiting=1)
+    prompt = tokenizer("user: endless</s>\nassistant: ").input_ids
+    events: list[Any] = []
+    engine.submit(Job(prompt, None, Sampling(100, stops=("sse",)), events.append))
+    until(lambda: events and isinstance(events[-1], Finished), "the stop string")
+    assert "".join(e.text for e in events if isinstance(e, Delta)) == "endle"
+    assert events[-1] == Finished("stop", 8) and model.steps == 8
+
+    model.steps = 0
+    seen: list[Any] = []
+    job = Job(prompt, None, Sampling(100), lambda e: (seen.append(e), job.cancel()))
+    engine.submit(job)
+    until(lambda: seen and engine.state()["running"] == 0, "the cancelled job to end")
+    assert seen == [Delta("e")] and model.steps == 1
+    engine.close()
+
+
+def test_tokens_after_the_end_do_not_count() -> None:
+    """On a GPU transformers 5.24 chooses one more before it looks at what the criteria said."""
+    model, tokenizer = echo_model()
+    for limit, last, reason in ((9, "</s>", "stop"), (9, "x", "stop"), (2, "c", "length")):
+        events: list[Any] = []
+        job = Job([5, 6], None, Sampling(limit, stops=("x",)), events.append)
+        progress = _Progress(job, tokens_of(model, tokenizer), lambda: None)
+        ids = [5, 6, *tokenizer(f"a{last}").input_ids]
+        assert progress(torch.tensor([ids[:3]]), None).tolist() == [False]
+        assert progress(torch.tensor([ids]), None).tolist() == [True]
+        assert progress(torch.tensor([[*ids, 70]]), None).tolist() == [True]
+        assert progress.finish() == Finished(reason, 2)
+        assert "".join(e.text for e in events) == ("ac" if last == "c" else "a")
+
+
 # --------------------------------------------------------------------------------------- refusals
 
 
@@ -171,7 +230,7 @@ def test_a_stop_string_ends_the_generation(client: openai.OpenAI) -> None:
     ("more", "param"),
     [
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
-        ({"tool_choice": "auto"}, "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"logprobs": True}, "logprobs"),
         ({"logprobs": 0}, "logprobs"),
@@ -179,7 +238,6 @@ def test_a_stop_string_ends_the_generation(client: openai.OpenAI) -> None:
         ({"logit_bias": {"5": 1}}, "logit_bias"),
         ({"frequency_penalty": 0.5}, "frequency_penalty"),
         ({"presence_penalty": False}, "presence_penalty"),
-        ({"user": "me"}, "user"),
         ({"top_k": 5}, "top_k"),
         ({"typo": 1}, "typo"),
         ({"n": 2}, "n"),
@@ -197,8 +255,7 @@ def test_a_stop_string_ends_the_generation(client: openai.OpenAI) -> None:
         ({"max_tokens": 5, "max_completion_tokens": 6}, "max_tokens"),
         ({"seed": "x"}, "seed"),
         ({"seed": 2**64}, "seed"),
-        ({"stop": ["a", "b", "c", "d", "e"]}, "stop"),
-        ({"stop": ""}, "stop[0]"),
+        ({"stop": ["a"] * 101}, "stop"),
         ({"stop": [1]}, "stop[0]"),
         ({"stop": {}}, "stop"),
         ({"stream": "yes"}, "stream"),
@@ -209,7 +266,8 @@ def test_a_stop_string_ends_the_generation(client: openai.OpenAI) -> None:
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
-        ({"messages": [{"role": "user", "content": "x", "name": "N"}]}, "messages[0].name"),
+        ({"messages": [{"role": "user", "content": "x", "name": 1}]}, "messages[0].name"),
+        ({"messages": [{"role": "assistant", "content": "x", "typo": 1}]}, "messages[0].typo"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
             "messages[0].content[0].type",
@@ -259,19 +317,107 @@ def test_a_huge_body_is_refused(url: str) -> None:
     assert answer.status_code == 413 and "8388608" in answer.json()["error"]["message"]
 
 
-def test_values_that_ask_for_nothing_are_accepted(client: openai.OpenAI) -> None:
-    neutral = {
-        "n": 1,
-        "logprobs": False,
-        "presence_penalty": 0,
-        "frequency_penalty": 0.0,
-        "response_format": {"type": "text"},
-        "stop": None,
-        "seed": None,
-        "max_tokens": None,
+# What asks for nothing: by the model of the request in which a field stands.
+TABLES = [ChatRequest, Message, TextPart, StreamOptions]
+ANY = {str: "anything", bool: True, dict: {"key": "value"}}  # a value of a type, any of which does
+
+
+def body_with(kind: type, field: str, value: Any) -> Any:
+    """A request with `field` where a `kind` stands."""
+    part: dict[str, Any] = {"type": "text", "text": "Hi"}
+    message: dict[str, Any] = {"role": "user", "content": [part]}
+    options: dict[str, Any] = {}
+    body = {"model": BASE, "messages": [message], "stream": True, "stream_options": options}
+    {ChatRequest: body, Message: message, TextPart: part, StreamOptions: options}[kind][field] = (
+        value
+    )
+    return body
+
+
+def neutral_values(values: tuple[object, ...]) -> list[Any]:
+    return [None, *(ANY[v] if isinstance(v, type) else v for v in values)]
+
+
+@pytest.mark.parametrize("kind", TABLES)
+def test_what_asks_for_nothing_is_accepted_and_changes_nothing(kind: type) -> None:
+    plain = parse(body_with(StreamOptions, "include_usage", False))
+    for field, values in kind.neutral.items():
+        for value in neutral_values(values):
+            assert parse(body_with(kind, field, value)) == plain, (field, value)
+
+
+@pytest.mark.parametrize("kind", TABLES)
+def test_what_would_be_ignored_is_refused_by_name(kind: type) -> None:
+    """Every field of the tables with a value that asks for something, whatever its type."""
+    for field, values in kind.neutral.items():
+        for value in ("", "x", 7, 0.5, True, [{"a": 1}], {"type": "json_object"}):
+            if any(schemas._asks_for_nothing(value, (one,)) for one in values):
+                continue
+            with pytest.raises(ApiError) as caught:
+                parse(body_with(kind, field, value))
+            assert caught.value.status == 400
+            assert str(caught.value.param).split(".")[-1] == field
+            assert field in caught.value.message
+
+
+def test_every_field_of_the_openai_client_is_known() -> None:
+    """One that a newer client brings is named here: is it supported, or when does it ask for
+    nothing?
+    """
+    message = [
+        openai_chat.ChatCompletionSystemMessageParam,
+        openai_chat.ChatCompletionDeveloperMessageParam,
+        openai_chat.ChatCompletionUserMessageParam,
+        openai_chat.ChatCompletionAssistantMessageParam,
+    ]
+    theirs = {
+        ChatRequest: {*completion_create_params.CompletionCreateParamsStreaming.__annotations__},
+        # what comes back is sent again
+        Message: {*openai_chat.ChatCompletionMessage.model_fields}.union(
+            *(one.__annotations__ for one in message)
+        ),
+        TextPart: {*openai_chat.ChatCompletionContentPartTextParam.__annotations__},
+        StreamOptions: {*openai_chat.ChatCompletionStreamOptionsParam.__annotations__},
     }
-    answer = client.chat.completions.create(**say("Hi", **neutral))
-    assert answer.choices[0].message.content == "Hi"
+    assert len(theirs[ChatRequest]) > 30 and "name" in theirs[Message]
+    for kind, fields in theirs.items():
+        assert fields <= set(kind.model_fields) | set(kind.neutral), kind
+
+
+def test_a_client_may_send_all_of_it_and_its_own_answers(client: openai.OpenAI) -> None:
+    """The defaults of the OpenAI API and of vLLM together, and a chat that goes on."""
+    own = {field: neutral_values(values)[-1] for field, values in schemas._OPENAI.items()}
+    vllm = {field: neutral_values(values)[-1] for field, values in schemas._VLLM.items()}
+    answer = client.chat.completions.create(**say("Hello", stop="", **own), extra_body=vllm)
+    assert answer.choices[0].message.content == "Hello"
+    first = {"role": "user", "content": "Hello", "name": "Ann"}
+    back = answer.choices[0].message.model_dump()
+    assert {"refusal", "tool_calls", "function_call", "audio", "annotations"} <= set(back)
+    messages = [first, back, {"role": "user", "content": "Bye", "id": "m1"}]
+    again = client.chat.completions.create(model=BASE, messages=messages)
+    assert again.choices[0].message.content == "Bye"
+
+
+def test_developer_is_the_newer_word_for_system(client: openai.OpenAI) -> None:
+    def size(role: str) -> int:
+        messages = [{"role": role, "content": "S"}, {"role": "user", "content": "U"}]
+        return client.chat.completions.create(model=BASE, messages=messages).usage.prompt_tokens
+
+    assert size("developer") == size("system") != size("assistant")
+
+
+def test_the_chat_template_sees_names_and_earlier_reasoning() -> None:
+    model, tokenizer = echo_model()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role }}/{{ m.name }}/{{ m.reasoning_content }}|{% endfor %}"
+    )
+    messages = [
+        {"role": "user", "content": "a", "name": "Ann", "reasoning_content": ""},
+        {"role": "assistant", "content": "b", "reasoning_content": "so"},
+    ]
+    request = parse({"model": BASE, "messages": messages})
+    ids = tokens_of(model, tokenizer).encode([m.for_template() for m in request.messages])
+    assert tokenizer.decode(ids) == "user/Ann/|assistant//so|"
 
 
 def test_too_long_names_both_counts_before_generating(echo: tuple[str, Echo]) -> None:
@@ -320,7 +466,7 @@ def slow() -> Iterator[tuple[str, Echo]]:
     """A server whose model takes 20 ms a token, with room for two requests to wait."""
     model, tokenizer = echo_model(max_position_embeddings=100_000)
     model.delay = 0.02
-    with serving(create_app(model, tokenizer, name=BASE, max_waiting=2)) as url:
+    with serving(app_of(model, tokenizer, BASE, max_waiting=2)) as url:
         yield url, model
 
 

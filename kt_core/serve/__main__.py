@@ -3,73 +3,32 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
+import socket
 import sys
+import traceback
 from pathlib import Path
 
-import torch
 import uvicorn
-from fastapi import FastAPI
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers.utils import logging as hf_logging
 
-from kt_core.adapter import adapter, load_adapter
-from kt_core.hf import load_model
-from kt_core.serve.app import Names, create_app
+from kt_core.hf import LoadSettings
+from kt_core.serve.app import Service, create_app
+from kt_core.serve.loading import Loader, Plan, check
 
 SHUTDOWN_SECONDS = 10  # for running answers to end after Ctrl-C or SIGTERM
 
 
-def named_adapter(text: str) -> tuple[str, Path]:
-    """(name, directory) of `name=DIR` or `DIR`, which is named after itself."""
-    name, equals, directory = text.partition("=")
-    if not equals or Path(text).is_dir():
-        return Path(text).resolve().name, Path(text)
-    if not name:
-        raise ValueError(f"--adapter {text} has no name before '='; write name=DIR")
-    return name, Path(directory)
-
-
-def check_effect(model: PreTrainedModel, name: str, directory: Path) -> None:
-    """Raises ValueError unless the adapter changes the model's logits on a short prompt."""
-    ids = torch.arange(16, device=model.device)[None] % model.config.get_text_config().vocab_size
-    with torch.inference_mode():
-        with adapter(model, None):
-            base = model(ids).logits
-        with adapter(model, name):
-            tuned = model(ids).logits
-    if torch.equal(base, tuned):
-        raise ValueError(
-            f"the adapter in {directory} does not change the model's output; it was never trained "
-            "or belongs to another model"
-        )
-
-
-def build(options: argparse.Namespace) -> FastAPI:
-    """Loads what the command line names. Raises ValueError, OSError or MemoryError."""
-    name = options.name or Path(options.model).resolve().name
-    adapters = [named_adapter(text) for text in options.adapter]
-    Names(name, tuple(adapter_name for adapter_name, _ in adapters))
-    for _, directory in adapters:
-        if not (directory / "adapter_config.json").is_file():
-            raise FileNotFoundError(
-                f"{directory} has no adapter_config.json; give the directory of a PEFT adapter"
-            )
-    tokenizer = AutoTokenizer.from_pretrained(options.model)
-    model = load_model(
+def plan(options: argparse.Namespace) -> Plan:
+    """What the command line asks for. Raises ValueError or OSError."""
+    return check(
         options.model,
-        format=options.format,
-        group=options.group,
-        threads=options.threads,
-        numa_nodes=options.numa_nodes,
-        packed_dir=options.packed_dir,
-    )
-    for adapter_name, directory in adapters:
-        load_adapter(model, directory, adapter_name)
-        check_effect(model, adapter_name, directory)
-    return create_app(
-        model,
-        tokenizer,
-        name=name,
-        adapters=[adapter_name for adapter_name, _ in adapters],
+        options.name,
+        options.adapter,
+        LoadSettings(
+            options.format, options.group, options.threads, options.numa_nodes, options.packed_dir
+        ),
         context_length=options.context_length,
         max_waiting=options.max_waiting,
     )
@@ -100,17 +59,54 @@ def parser() -> argparse.ArgumentParser:
     return out
 
 
+class Server(uvicorn.Server):
+    """Begins to load once the port is open: a port in use ends the process before any work."""
+
+    loader: Loader
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.loader.start()
+
+    def stop(self) -> None:
+        self.should_exit = True
+
+
 def main(arguments: list[str] | None = None) -> int:
     options = parser().parse_args(arguments)
+    if not sys.stderr.isatty():
+        hf_logging.disable_progress_bar()
     try:
-        app = build(options)
-    except (ValueError, OSError, MemoryError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    uvicorn.run(
-        app, host=options.host, port=options.port, timeout_graceful_shutdown=SHUTDOWN_SECONDS
+        asked = plan(options)
+    except (ValueError, OSError) as error:
+        return _failed(error)
+    service = Service(asked.names)
+    server = Server(
+        uvicorn.Config(
+            create_app(service),
+            host=options.host,
+            port=options.port,
+            timeout_graceful_shutdown=SHUTDOWN_SECONDS,
+        )
     )
+    loader = server.loader = Loader(asked, service, failed=server.stop)
+    with contextlib.suppress(KeyboardInterrupt):
+        server.run()
+    if loader.error is not None:
+        return _failed(loader.error)
+    if loader.running:  # Ctrl-C; a thread in the middle of a kernel cannot be unwound
+        sys.stderr.flush()
+        os._exit(0)
     return 0
+
+
+def _failed(error: BaseException) -> int:
+    """The sentence of an error that is the user's to mend; anything else in full."""
+    if not isinstance(error, (ValueError, OSError, MemoryError)):
+        traceback.print_exception(error)
+    else:
+        print(f"error: {error}", file=sys.stderr)
+    return 1
 
 
 if __name__ == "__main__":

@@ -1,14 +1,15 @@
-"""The HTTP routes: /v1/chat/completions, /v1/models, /health."""
+"""The HTTP routes, which answer before there is a model.
+
+/v1/chat/completions, /v1/models, /health.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import copy
 import json
-import threading
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,11 +20,12 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from kt_core.serve.engine import Delta, Engine, Event, Failed, Job, QueueFullError, Sampling
 from kt_core.serve.errors import ApiError
 from kt_core.serve.schemas import ChatRequest, parse
+from kt_core.serve.tokens import Tokens
 
 MAX_BODY_BYTES = 8 * 2**20  # far more text than any context holds; keeps memory bounded
 RETRY_AFTER_SECONDS = 5  # an answer of some hundred tokens on a CPU
@@ -60,32 +62,54 @@ class Names:
         )
 
 
-class Prompts:
-    """Turns messages into token ids, refusing what does not fit into the context."""
+class Served:
+    """A model that answers: `tokens` has the base under None and each adapter, put on `model` by
+    `kt_core.adapter.load_adapter`, under its name.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, context_length: int) -> None:
-        if tokenizer.chat_template is None:
-            raise ValueError(
-                f"the tokenizer {tokenizer.name_or_path!r} has no chat template; put a "
-                "chat_template.jinja beside it"
-            )
-        self._tokenizer = tokenizer
-        self._lock = threading.Lock()  # fast tokenizers may not be used by two threads at once
-        self.context_length = context_length
+    `context_length` is by default what the model's config says. At most `max_waiting` requests wait
+    behind the running one.
+    """
 
-    def encode(self, request: ChatRequest) -> tuple[list[int], int]:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokens: Mapping[str | None, Tokens],
+        *,
+        context_length: int | None = None,
+        max_waiting: int = 8,
+    ) -> None:
+        self.tokens = tokens
+        self.context_length = (
+            context_length or model.config.get_text_config().max_position_embeddings
+        )
+        self.max_waiting = max_waiting
+        self.engine = Engine(model, tokens, max_waiting=max_waiting)
+        self._rows = model.get_input_embeddings().num_embeddings
+
+    def encode(self, request: ChatRequest, name: str | None) -> tuple[list[int], int]:
         """The prompt's ids and the number of tokens to generate at most. Raises ApiError."""
-        chat = [{"role": m.role, "content": m.text} for m in request.messages]
+        tokens = self.tokens[name]
+        if tokens.lack:
+            able = ", ".join(str(other) for other, own in self.tokens.items() if not own.lack)
+            raise ApiError(
+                400,
+                f"The model '{request.model}' has no {tokens.lack}, so it cannot chat; ask for one "
+                f"of {able}.",
+                param="model",
+            )
         try:
-            with self._lock:
-                text = self._tokenizer.apply_chat_template(
-                    chat, tokenize=False, add_generation_prompt=True
-                )
-                ids = self._tokenizer(text, add_special_tokens=False).input_ids
+            ids = tokens.encode([message.for_template() for message in request.messages])
         except jinja2.TemplateError as error:
             raise ApiError(
                 400, f"The chat template refuses 'messages': {error}.", param="messages"
             ) from None
+        if max(ids, default=0) >= self._rows:
+            raise ApiError(
+                400,
+                f"'messages' hold the token {tokens.token(max(ids))!r}, for which the model has no "
+                "embedding; leave it out.",
+                param="messages",
+            )
         wanted = request.token_limit
         if len(ids) + (wanted or 1) > self.context_length:
             asked = "" if wanted is None else f" and {wanted} tokens to generate were asked for"
@@ -97,6 +121,36 @@ class Prompts:
                 code="context_length_exceeded",
             )
         return ids, wanted or self.context_length - len(ids)
+
+
+class Service:
+    """What the routes stand on: names from the start, and a model once it has been loaded."""
+
+    def __init__(self, names: Names) -> None:
+        self.names = names
+        self.served: Served | None = None  # set once, by the thread that loads
+        self._begun = time.monotonic()
+
+    def health(self) -> tuple[int, dict[str, Any]]:
+        """Status code and body; 503 keeps a load balancer away, as in llama.cpp's server."""
+        if self.served is None:
+            seconds = round(time.monotonic() - self._begun, 1)
+            return 503, {"status": "loading", "seconds": seconds}
+        engine = self.served.engine
+        if not engine.alive:
+            return 503, {"status": "the generation thread has ended", **engine.state()}
+        return 200, {"status": "ok", **engine.state()}
+
+    def ready(self) -> Served:
+        """Raises ApiError 503 while the model is loading."""
+        if self.served is None:
+            raise ApiError(
+                503,
+                "The model is loading; try again later, or watch /health.",
+                code="model_loading",
+                headers={"retry-after": str(RETRY_AFTER_SECONDS)},
+            )
+        return self.served
 
 
 @dataclass(frozen=True)
@@ -171,41 +225,24 @@ class JobStream(StreamingResponse):
             self._job.cancel()
 
 
-def create_app(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    name: str,
-    adapters: Sequence[str] = (),
-    context_length: int | None = None,
-    max_waiting: int = 8,
-) -> FastAPI:
-    """The application for `model`, on which `adapters` were put by `kt_core.adapter.load_adapter`.
-
-    `name` is the base model's name for clients. `context_length` is by default what the model's
-    config says. At most `max_waiting` requests wait behind the running one; more are answered 503.
-    Raises ValueError for equal names or a tokenizer without chat template or end token.
-    """
-    names = Names(name, tuple(adapters))
-    length = context_length or model.config.get_text_config().max_position_embeddings
-    prompts = Prompts(tokenizer, length)
-    engine = Engine(model, copy.deepcopy(tokenizer), max_waiting=max_waiting)
+def create_app(service: Service) -> FastAPI:
+    """The application; every route but /health is a 503 until `service` has a model."""
+    names = service.names
     started = int(time.time())
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         yield
-        await run_in_threadpool(engine.close)
+        if service.served is not None:
+            await run_in_threadpool(service.served.engine.close)
 
     app = FastAPI(title="kt_core.serve", lifespan=lifespan, docs_url=None, redoc_url=None)
     _answer_errors(app)
 
     @app.get("/health")
     async def health() -> JSONResponse:
-        status = "ok" if engine.alive else "the generation thread has ended"
-        return JSONResponse(
-            {"status": status, **engine.state()}, status_code=200 if engine.alive else 503
-        )
+        status, body = service.health()
+        return JSONResponse(body, status_code=status)
 
     def card(id: str) -> dict[str, Any]:
         parent = None if id == names.base else names.base
@@ -219,18 +256,21 @@ def create_app(
 
     @app.get("/v1/models")
     async def models() -> JSONResponse:
+        service.ready()
         data = [card(id) for id in (names.base, *names.adapters)]
         return JSONResponse({"object": "list", "data": data})
 
     @app.get("/v1/models/{id:path}")
     async def one_model(id: str) -> JSONResponse:
+        service.ready()
         return JSONResponse(card(names.adapter(id) or names.base))
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
         asked = parse(await _json(request))
         adapter = names.adapter(asked.model)
-        ids, limit = await run_in_threadpool(prompts.encode, asked)
+        served = service.ready()
+        ids, limit = await run_in_threadpool(served.encode, asked, adapter)
         sampling = Sampling(
             max_tokens=limit,
             temperature=asked.temperature,
@@ -241,11 +281,11 @@ def create_app(
         events = Events()
         job = Job(ids, adapter, sampling, events.emit)
         try:
-            engine.submit(job)
+            served.engine.submit(job)
         except QueueFullError:
             raise ApiError(
                 503,
-                f"{max_waiting} requests are waiting already; try again later.",
+                f"{served.max_waiting} requests are waiting already; try again later.",
                 code="queue_full",
                 headers={"retry-after": str(RETRY_AFTER_SECONDS)},
             ) from None

@@ -11,7 +11,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -20,15 +20,14 @@ from torch import Tensor
 from transformers import (
     GenerationConfig,
     PreTrainedModel,
-    PreTrainedTokenizerBase,
     StoppingCriteria,
     StoppingCriteriaList,
 )
-from transformers.generation.streamers import BaseStreamer
 
 from kt_core.adapter import adapter
 from kt_core.module import KTExpertsLinear
-from kt_core.serve.text import Detokenizer, StopFilter
+from kt_core.serve.text import StopFilter
+from kt_core.serve.tokens import Tokens
 
 # Below this temperature logits overflow fp32 or nearly so; it is greedy decoding in effect.
 GREEDY_BELOW = 1e-4
@@ -99,17 +98,17 @@ class QueueFullError(Exception):
 class Engine:
     """Runs jobs on `model`, which is the engine's own from now on (its generation defaults are
     cleared, so that only what a request asks for has an effect).
+
+    `tokens` has the base under None and each adapter under its name; a job may name those that have
+    end tokens.
     """
 
     def __init__(
-        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, max_waiting: int
+        self, model: PreTrainedModel, tokens: Mapping[str | None, Tokens], *, max_waiting: int
     ) -> None:
         self._model = model.eval()
-        self._tokenizer = tokenizer
-        self._ends = _end_tokens(model, tokenizer)
-        model.generation_config = GenerationConfig(
-            eos_token_id=sorted(self._ends), pad_token_id=min(self._ends)
-        )
+        self._tokens = tokens
+        model.generation_config = GenerationConfig()
         for module in model.modules():
             if isinstance(module, KTExpertsLinear):
                 module.register_forward_pre_hook(self._interrupt)
@@ -193,15 +192,17 @@ class Engine:
                 torch.seed()
             else:
                 torch.manual_seed(sampling.seed)
-        progress = _Progress(job, self._tokenizer, self._ends, self._tick)
+        tokens = self._tokens[job.adapter]
+        progress = _Progress(job, tokens, self._tick)
         ids = torch.tensor([job.prompt], device=self._model.device)
         with adapter(self._model, job.adapter):
             self._model.generate(
                 input_ids=ids,
                 attention_mask=torch.ones_like(ids),
                 max_new_tokens=sampling.max_tokens,
-                streamer=progress,
-                stopping_criteria=StoppingCriteriaList([progress.criterion]),
+                eos_token_id=sorted(tokens.ends),
+                pad_token_id=min(tokens.ends),
+                stopping_criteria=StoppingCriteriaList([progress]),
                 **options,
             )
         return progress.finish()
@@ -219,68 +220,47 @@ class _CancelledError(Exception):
     """Unwinds a forward pass whose result nobody wants any more."""
 
 
-class _Progress(BaseStreamer):
-    """Receives each token from `generate`, turns it into text for the job, and says when to end."""
+class _Progress(StoppingCriteria):
+    """Turns each token that `generate` has chosen into text for the job, and says when to end.
 
-    def __init__(
-        self,
-        job: Job,
-        tokenizer: PreTrainedTokenizerBase,
-        ends: set[int],
-        tick: Callable[[], None],
-    ) -> None:
+    As a criterion and not a streamer: from transformers 5.24 on a streamer is told of a token only
+    after the criteria were asked, so that a stop string would end the answer one token late.
+    """
+
+    def __init__(self, job: Job, tokens: Tokens, tick: Callable[[], None]) -> None:
         self._job = job
-        self._text = Detokenizer(tokenizer)
+        self._text = tokens.detokenizer()
         self._filter = StopFilter(job.sampling.stops)
-        self._ends = ends
+        self._ends = tokens.ends
         self._tick = tick
         self._tokens = 0
-        self._prompt_seen = False
         self._ended = False  # by an end token
-        self.criterion = _Criterion(lambda: job.cancelled or self._filter.stopped)
 
-    def put(self, value: Tensor) -> None:
+    @property
+    def _done(self) -> bool:
+        full = self._tokens >= self._job.sampling.max_tokens
+        return self._ended or self._filter.stopped or full or self._job.cancelled
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
+        """`input_ids` [1, T]: the prompt and all tokens chosen so far."""
         self._tick()
-        if not self._prompt_seen:  # transformers sends the prompt first
-            self._prompt_seen = True
-            return
-        (token,) = value.flatten().tolist()
+        for token in input_ids[0, len(self._job.prompt) + self._tokens :].tolist():
+            if not self._done:  # on a GPU newer versions go on for a token before they look
+                self._take(token)
+        return torch.full((1,), self._done, device=input_ids.device)
+
+    def _take(self, token: int) -> None:
         self._tokens += 1
         self._ended = token in self._ends
         if not self._ended:
             self._emit(self._filter.push(self._text.push(token)))
 
-    def end(self) -> None:
-        self._emit(self._filter.flush())
-
     def finish(self) -> Finished:
+        """Emits what was held back."""
+        self._emit(self._filter.flush())
         stopped = self._ended or self._filter.stopped
         return Finished("stop" if stopped else "length", self._tokens)
 
     def _emit(self, text: str) -> None:
         if text and not self._job.cancelled:
             self._job.emit(Delta(text))
-
-
-class _Criterion(StoppingCriteria):
-    def __init__(self, done: Callable[[], bool]) -> None:
-        self._done = done
-
-    def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
-        return torch.full((len(input_ids),), self._done(), device=input_ids.device)
-
-
-def _end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """The ids that end an answer. Raises ValueError if neither names any."""
-    ends: set[int] = set()
-    for given in (model.generation_config.eos_token_id, tokenizer.eos_token_id):
-        if isinstance(given, int):
-            ends.add(given)
-        elif given is not None:
-            ends.update(given)
-    if not ends:
-        raise ValueError(
-            f"{type(model).__name__} and its tokenizer name no end token; set eos_token in "
-            "tokenizer_config.json"
-        )
-    return ends
