@@ -38,6 +38,10 @@ _REFUSED = (
     "layer_replication",
 )
 _INITS = (True, False, "gaussian")
+MERGE = (
+    "packed expert weights cannot take a LoRA delta; save the adapter and merge it into the "
+    "checkpoint with kt_core.adapter.merge(model_dir, adapter_dir, out_dir)"
+)
 
 
 class ExpertFactors(nn.Module):
@@ -103,7 +107,6 @@ class KTExpertsLoraLinear(nn.Module, LoraLayer):
         plan = plan_of(base)
         config = plan.config
         check_supported(config)
-        self.r[adapter_name], self.lora_alpha[adapter_name] = r, lora_alpha
         self.use_rslora[adapter_name], self.use_dora[adapter_name] = config.use_rslora, False
         self.lora_bias[adapter_name] = False
         p = config.lora_dropout
@@ -119,9 +122,12 @@ class KTExpertsLoraLinear(nn.Module, LoraLayer):
             _initialise(a[key], b[key], config.init_lora_weights)
             alpha = plan.alpha[projection]
             scaling[projection] = alpha / (math.sqrt(rank) if config.use_rslora else rank)
-        # peft's contract is one number per adapter; projections may have their own beside it
-        self.scaling[adapter_name] = next(iter(scaling.values()))
-        self._caches[f"scaling.{adapter_name}"] = scaling
+        # peft's contract is one number per adapter, which set_scale and scale_layer change (from r
+        # and lora_alpha); projections may have their own beside it
+        first = next((p for p in scaling if scaling[p]), next(iter(scaling)))
+        self.r[adapter_name], self.lora_alpha[adapter_name] = plan.rank[first], plan.alpha[first]
+        self.scaling[adapter_name] = scaling[first]
+        self._caches[f"scaling.{adapter_name}"] = (scaling[first], scaling)
         self.lora_A[adapter_name] = ExpertFactors(a)
         self.lora_B[adapter_name] = ExpertFactors(b)
         self.set_adapter(self.active_adapters)
@@ -131,26 +137,43 @@ class KTExpertsLoraLinear(nn.Module, LoraLayer):
 
     def projection_scaling(self, adapter_name: str) -> dict[str, float]:
         """alpha / r (rslora: alpha / sqrt r) by projection."""
-        first = self._caches[f"scaling.{adapter_name}"]
-        # set_scale / scale_layer of peft change the adapter's one number; keep the ratios
-        ratio = self.scaling[adapter_name] / next(iter(first.values()))
-        return {p: s * ratio for p, s in first.items()}
+        first, scaling = self._caches[f"scaling.{adapter_name}"]
+        # the ratios stay when peft changes the adapter's one number; at lora_alpha 0 all are 0
+        ratio = self.scaling[adapter_name] / first if first else 1.0
+        return {p: s * ratio for p, s in scaling.items()}
 
-    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """hidden_states [..., H], top_k_index and top_k_weights [..., K] -> [..., H]."""
+    def forward(
+        self,
+        hidden_states: Tensor,
+        top_k_index: Tensor,
+        top_k_weights: Tensor,
+        adapter_names: list[str] | None = None,
+    ) -> Tensor:
+        """hidden_states [..., H], top_k_index and top_k_weights [..., K] -> [..., H].
+
+        adapter_names: one adapter, or "__base__", for each sample of the batch; the tokens of a
+        sample follow one another.
+        """
         base = self.get_base_layer()
-        active = [name for name in self.active_adapters if name in self.lora_A]
-        if self.disable_adapters or not active:
-            return base(hidden_states, top_k_index, top_k_weights)
         k = top_k_index.shape[-1]
-        out = base.runner(
-            base.experts,
-            hidden_states.reshape(-1, base.hidden_dim),
-            top_k_index.reshape(-1, k),
-            top_k_weights.reshape(-1, k),
-            self._lora(active),
-        )
+        x = hidden_states.reshape(-1, base.hidden_dim)
+        index, weights = top_k_index.reshape(-1, k), top_k_weights.reshape(-1, k)
+        if adapter_names is None:
+            return self._run(x, index, weights, self.active_adapters).view(hidden_states.shape)
+        out = torch.empty_like(x)
+        tokens = len(x) // len(adapter_names)
+        for name in dict.fromkeys(adapter_names):
+            mine = torch.tensor([n == name for n in adapter_names], device=x.device)
+            rows = mine.repeat_interleave(tokens)
+            out[rows] = self._run(x[rows], index[rows], weights[rows], [name])
         return out.view(hidden_states.shape)
+
+    def _run(self, x: Tensor, index: Tensor, weights: Tensor, names: list[str]) -> Tensor:
+        """The experts with those adapters of `names` that this layer has; arguments by token."""
+        base = self.get_base_layer()
+        active = [] if self.disable_adapters else [n for n in names if n in self.lora_A]
+        lora = self._lora(active) if active else None
+        return base.runner(base.experts, x, index, weights, lora)
 
     def _lora(self, active: list[str]) -> Lora:
         dropout, seed = self._dropout(active)
@@ -195,11 +218,7 @@ class KTExpertsLoraLinear(nn.Module, LoraLayer):
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         """Not possible in packed weights; raises ValueError with the way that is."""
-        raise ValueError(
-            "packed expert weights cannot take a LoRA delta; save the adapter and merge it into "
-            "the checkpoint with "
-            "kt_core.adapter.merge(model_dir, adapter_dir, out_dir)"
-        )
+        raise ValueError(MERGE)
 
     def unmerge(self) -> None:
         """Nothing is ever merged here."""

@@ -38,9 +38,11 @@ def install() -> None:
     import peft
     from accelerate.state import AcceleratorState
     from peft.tuners.lora import LoraModel
+    from peft.utils import hotswap
     from transformers import Trainer
+    from transformers.integrations.peft import PeftAdapterMixin
 
-    from kt_sft import card, peft_io, resume, step_log, value_head
+    from kt_sft import card, peft_io, peft_refusals, resume, step_log, value_head
 
     hf.install()
     resume.read_on_numbered_cpus()
@@ -57,6 +59,20 @@ def install() -> None:
     wrap(Trainer, "save_model", resume.save_model, ["self", "output_dir", "_internal_call"])
     wrap(Trainer, "_save_checkpoint", resume.save_checkpoint, ["self", "model", "trial"])
     wrap(LoraModel, "inject_adapter", peft_io.inject_adapter, ["self", "model", "adapter_name"])
+    names = ["self", "adapter_names", "safe_merge"]
+    wrap(LoraModel, "merge_adapter", peft_refusals.merge, names)
+    names = ["self", "progressbar", "safe_merge", "adapter_names"]
+    wrap(LoraModel, "merge_and_unload", peft_refusals.merge, names)
+    wrap(
+        LoraModel,
+        "add_weighted_adapter",
+        peft_refusals.add_weighted_adapter,
+        ["self", "adapters", "weights", "adapter_name"],
+    )
+    names = ["model", "state_dict", "adapter_name", "config"]
+    wrap(hotswap, "hotswap_adapter_from_state_dict", peft_refusals.hotswap, names)
+    for name, first in (("add_adapter", "adapter_config"), ("load_adapter", "peft_model_id")):
+        wrap(PeftAdapterMixin, name, peft_refusals.own_adapters, ["self", first, "adapter_name"])
     wrap(
         peft.PeftModel,
         "save_pretrained",
@@ -205,3 +221,8 @@ def prepare(model: nn.Module, config: KTConfig) -> None:
         heap.tend(model)
     if config.activation == "retain":
         retain_experts(model)
+
+
+# Python looks up PeftModel.from_pretrained before it calls load_for_training for its argument, so
+# the hooks are there from the moment this module is imported.
+install()

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextvars
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +22,7 @@ from peft.tuners.tuners_utils import _maybe_include_all_linear_layers
 from torch import nn
 
 from kt_core.adapter_format import PROJECTION_KEYS, expert_names, pattern_value
+from kt_core.adapter_fused import PARAMETERS as FUSED
 from kt_core.module import KTExpertsLinear, is_linear
 from kt_sft import groups
 
@@ -88,13 +89,53 @@ def resolve(config: LoraConfig, model: nn.Module, model_type: str) -> dict[int, 
     for path, projections in chosen.items():
         rank, alpha = {}, {}
         for p in projections:
-            virtual = [f"{path}.{PROJECTION_KEYS[p]}", f"{path}.{names[p]}", path]
-            rank[p] = int(pattern_value(config.rank_pattern, virtual, config.r))
-            alpha[p] = float(pattern_value(config.alpha_pattern, virtual, config.lora_alpha))
+            named = _names(path, experts[path], p, names)
+            rank[p] = int(_pattern_value("rank_pattern", config.rank_pattern, named, config.r))
+            alpha[p] = float(
+                _pattern_value("alpha_pattern", config.alpha_pattern, named, config.lora_alpha)
+            )
         plans[id(experts[path])] = ExpertPlan(rank, alpha, config)
+    _check_patterns(config, experts, chosen, names)
     _check_expressible(list(plans.values()), len(experts))
     _rewrite(config, model, chosen)
     return plans
+
+
+@dataclass(frozen=True)
+class _Names:
+    """What one projection of one experts module may be called: `whole` names mean all experts, of
+    `single` each means one.
+    """
+
+    whole: tuple[str, ...]
+    single: tuple[tuple[str, ...], ...]
+
+
+def _names(
+    path: str, module: KTExpertsLinear, projection: str, published: Mapping[str, str]
+) -> _Names:
+    fused = next(name for name, parts in FUSED.items() if projection in parts)
+    leaves = sorted({PROJECTION_KEYS[projection], published[projection]})
+    return _Names(
+        (path, *(f"{path}.{leaf}" for leaf in {*leaves, fused})),
+        tuple(tuple(f"{path}.{e}.{leaf}" for leaf in leaves) for e in range(module.num_experts)),
+    )
+
+
+def _meant(hit: Callable[[str], bool], names: _Names, what: str) -> bool:
+    """Whether `hit` takes a projection, of all experts. Raises ValueError if it takes it of some
+    experts only, which share one tensor.
+    """
+    # every name is tried, so that a hit can count what it was given for
+    whole = any([hit(name) for name in names.whole])
+    singles = [any([hit(name) for name in one]) for one in names.single]
+    if not whole and any(singles) and not all(singles):
+        first = names.single[singles.index(True)][0]
+        raise ValueError(
+            f"{what} picks {first} but not that projection of all {len(singles)} experts, which "
+            "are adapted together; name it without the expert's number"
+        )
+    return whole or any(singles)
 
 
 def _chosen(
@@ -107,30 +148,35 @@ def _chosen(
     paths = [name.replace(".base_layer", "") for name, _ in model.named_modules()]
     used: set[str] = set()
 
-    def matches(name: str) -> bool:
-        if targets is None:
-            return False
+    def targeted(name: str) -> bool:
         if isinstance(targets, str):
-            return targets == "all-linear" or re.fullmatch(targets, name) is not None
-        hits = {t for t in targets if name == t or name.endswith(f".{t}")}
+            return groups.matches(targets, name)
+        hits = {t for t in targets or () if groups.matches([t], name)}
         used.update(hits)
         return bool(hits)
 
+    given = config.exclude_modules or ()
+    acted: set[str] = set()
+
+    def excluded(name: str) -> bool:
+        hits = {e for e in _each(given) if groups.matches(_one(given, e), name)}
+        acted.update(hits)
+        return bool(hits)
+
     chosen: dict[str, list[str]] = {}
-    for path in experts:
-        whole = matches(path)
-        picked = [
-            p
-            for p, key in PROJECTION_KEYS.items()
-            # every name is tried, so that all targets that match something are counted as used
-            if any([matches(f"{path}{e}.{n}") for e in ("", ".0") for n in {key, names[p]}])
-            or whole
-        ]
-        if picked and not _excluded(config, path) and _layer_wanted(config, path):
+    for path, module in experts.items():
+        named = {p: _names(path, module, p, names) for p in PROJECTION_KEYS}
+        picked = [p for p in named if _meant(targeted, named[p], "target_modules")]
+        picked = [p for p in picked if not _meant(excluded, named[p], "exclude_modules")]
+        if picked and _layer_wanted(config, path):
             chosen[path] = picked
+    # what has done its work here would make peft warn that it does nothing
+    done = {e for e in acted if not any(groups.matches(_one(given, e), p) for p in paths)}
+    if done:
+        config.exclude_modules = [e for e in _each(given) if e not in done] or None
     if not isinstance(targets, str) and targets is not None:
         for path in paths:
-            matches(path)
+            targeted(path)
         if unused := sorted(set(targets) - used):
             leaves = sorted({p.rsplit(".", 1)[-1] for p in paths if p} | set(names.values()))
             raise ValueError(
@@ -138,6 +184,58 @@ def _chosen(
                 f"{', '.join(leaves)}"
             )
     return chosen
+
+
+def _each(given: str | Collection[str]) -> list[str]:
+    """The names in exclude_modules, or the one pattern that it is."""
+    return [given] if isinstance(given, str) else list(given)
+
+
+def _one(given: str | Collection[str], name: str) -> str | list[str]:
+    """`name` of `given`, as a pattern if `given` is one."""
+    return name if isinstance(given, str) else [name]
+
+
+def _pattern_value(
+    option: str, patterns: Mapping[str, Any] | None, names: _Names, default: Any
+) -> Any:
+    """The value of rank_pattern or alpha_pattern for a projection: peft's rule, the first pattern
+    that fits any of its names.
+    """
+    for pattern, value in (patterns or {}).items():
+        if _meant(lambda name, p=pattern: _fits(p, name), names, f"{option} {pattern!r}"):  # type: ignore[misc]
+            return value
+    return default
+
+
+def _fits(pattern: str, name: str) -> bool:
+    return pattern_value({pattern: True}, [name], False) is True
+
+
+def _check_patterns(
+    config: LoraConfig,
+    experts: Mapping[str, KTExpertsLinear],
+    chosen: Mapping[str, list[str]],
+    names: Mapping[str, str],
+) -> None:
+    """Raises ValueError for a rank_pattern or alpha_pattern that speaks of routed experts and fits
+    no adapted projection. peft ignores such patterns.
+    """
+    for option in ("rank_pattern", "alpha_pattern"):
+        for pattern in vars(config)[option] or {}:
+            if not re.search(r"(?<![A-Za-z_])experts", pattern) or any(
+                _meant(lambda n, p=pattern: _fits(p, n), _names(path, experts[path], p, names), "")  # type: ignore[misc]
+                for path, projections in chosen.items()
+                for p in projections
+            ):
+                continue
+            adapted = sorted(
+                {f"experts.{PROJECTION_KEYS[p]}" for ps in chosen.values() for p in ps}
+            )
+            raise ValueError(
+                f"{option} {pattern!r} fits no expert projection that is adapted "
+                f"({', '.join(adapted) or 'none is'}); correct or remove it"
+            )
 
 
 def _take_fused_parameters(
@@ -154,14 +252,13 @@ def _take_fused_parameters(
             f"target_modules={config.target_modules!r} is not supported with experts in CPU "
             "memory; give target_modules as a list"
         )
-    fused = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}
     names = [n.replace(".base_layer", "") for n, p in model.named_parameters() if p.dim() == 2]
     targets, rest = set(config.target_modules or ()), []
     for target in config.target_parameters:
         hits = {
             f"{path}.{PROJECTION_KEYS[p]}"
             for path in experts
-            for name, projections in fused.items()
+            for name, projections in FUSED.items()
             if f"{path}.{name}" == target or f"{path}.{name}".endswith(f".{target}")
             for p in projections
         }
@@ -184,11 +281,8 @@ def _adapted(
     found: dict[str, list[str]] = {}
     for name, module in model.named_modules():
         path = name.replace(".base_layer", "")
-        if isinstance(targets, str):
-            hit = targets == "all-linear" or re.fullmatch(targets, path) is not None
-        else:
-            hit = any(path == t or path.endswith(f".{t}") for t in targets or ())
-        if hit and is_linear(module) and not _excluded(config, path):
+        excluded = config.exclude_modules and groups.matches(config.exclude_modules, path)
+        if groups.matches(targets, path) and is_linear(module) and not excluded:
             found.setdefault(groups.group_of(path), []).append(path)
     for path in parameters:
         found.setdefault(groups.group_of(path), []).append(path)
@@ -197,22 +291,16 @@ def _adapted(
     return found
 
 
-def _excluded(config: LoraConfig, path: str) -> bool:
-    excluded = config.exclude_modules
-    if not excluded:
-        return False
-    if isinstance(excluded, str):
-        return re.fullmatch(excluded, path) is not None
-    return any(path == e or path.endswith(f".{e}") for e in excluded)
-
-
 def _layer_wanted(config: LoraConfig, path: str) -> bool:
+    """peft's layers_to_transform and layers_pattern, for the first numbered part of a path."""
     layers = config.layers_to_transform
     if layers is None or layers == []:
         return True
-    numbers = re.findall(r"\.(\d+)\.", path)
-    wanted = [layers] if isinstance(layers, int) else layers
-    return bool(numbers) and int(numbers[0]) in wanted
+    patterns = config.layers_pattern or [r"[^.]*"]
+    for pattern in [patterns] if isinstance(patterns, str) else patterns:
+        if number := re.match(rf".*?\.{pattern}\.(\d+)\.", path):
+            return int(number[1]) in ([layers] if isinstance(layers, int) else layers)
+    return False
 
 
 def _check_expressible(plans: list[ExpertPlan], modules: int) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 import torch
 from reference import experts as reference
 from reference import round_bf16
 
+from kt_core import kernels, runtime
 from kt_core.experts import PROJECTIONS, Experts, Lora
 
 FORWARD_BAR = 4e-3  # DESIGN section 5, bf16 domain
@@ -15,6 +17,26 @@ INT8_BAR = 2e-2  # the same, int8 domain
 ELEMENT_BAR = 0.05  # of the row's RMS, bf16 domain
 INT8_ELEMENT_BAR = 0.08  # 4 standard deviations at INT8_BAR; 0.05 would be 2.5 (see DESIGN)
 GRAD_BAR = 6e-3
+
+_NEEDS = {str(k["isa"]): str(k["needs"]).split() for k in kernels()}
+TIERS = sorted({str(k["isa"]) for k in kernels() if k["usable"]})
+
+
+def on_tiles(isa: str) -> bool:
+    """Whether a tier multiplies many rows on matrix tiles. These add up in another order than the
+    vectors that few rows take, so a row's bits depend on how many there are (DESIGN, "Two bodies"),
+    and round once per 32 values, where a slice may end.
+    """
+    return "amx_tile" in _NEEDS[isa]
+
+
+BATCH_INVARIANT = [isa for isa in TIERS if not on_tiles(isa)]
+"""The tiers of this machine on which a row's bits do not depend on the rows beside it."""
+
+
+def choose_tier(isa: str | None = None) -> None:
+    """One tier; without a name, the one that this run of the tests was started with."""
+    runtime.force_isa(isa or os.environ.get("KT_ISA"))
 
 
 @dataclass

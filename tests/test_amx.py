@@ -43,10 +43,27 @@ def built(tmp_path_factory):
     return out
 
 
+# What these assume of a tier holds on tiles too, or they say of which tiers they ask it.
+ASSUMING = {
+    "test_share.py": "rows_keep",
+    "test_numa.py": "uneven_slices and amx or few_and_many and nodes",
+    "test_kernels.py": "few_and_many and amx and int4",
+}
+
+
 def environment(built) -> dict[str, str]:
+    paths = [str(HERE), str(HERE / "amx"), *filter(None, [os.environ.get("PYTHONPATH")])]
     env = {**os.environ, "TILE_PROBE": str(built / "probe.so"), "TILE_REPORT": str(REPORT)}
+    env["PYTHONPATH"] = os.pathsep.join(paths)
     env.pop("KT_ISA", None)
     return env if REAL else {**env, "LD_PRELOAD": str(built / "trap.so")}
+
+
+def pytest_on_tiles(built, *args: str) -> subprocess.CompletedProcess[str]:
+    options = ["-p", "emulated_cpu", "-p", "no:cacheprovider", "-q"]
+    command = [sys.executable, "-m", "pytest", "-o", "markers=products: tdp* it must run"]
+    env = environment(built)
+    return subprocess.run([*command, *options, *args], env=env, capture_output=True, text=True)
 
 
 def test_instructions_match_a_scalar_model(built):
@@ -61,11 +78,7 @@ def test_amx_tier(built):
     """Runs tests/amx/amx_kernels.py; build/amx-report.json says what was counted."""
     REPORT.parent.mkdir(exist_ok=True)
     REPORT.unlink(missing_ok=True)
-    paths = [str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
-    env = {**environment(built), "PYTHONPATH": os.pathsep.join(paths)}
-    suite = [str(HERE / "amx" / "amx_kernels.py"), "-p", "no:cacheprovider", "-q"]
-    pytest_ = [sys.executable, "-m", "pytest", "-o", "markers=products: tdp* it must run"]
-    done = subprocess.run([*pytest_, *suite], env=env, capture_output=True, text=True)
+    done = pytest_on_tiles(built, str(HERE / "amx" / "amx_kernels.py"))
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     report = json.loads(REPORT.read_text())
     assert report["mode"] == ("real" if REAL else "emulated")
@@ -75,6 +88,13 @@ def test_amx_tier(built):
         assert ran["ldtilecfg"] >= ran["tilerelease"] > 0
         assert sum(ran.values()) < BUDGET, ran
     assert report["largest_relative_errors"]
+
+
+def test_what_other_tests_assume_of_a_tier(built):
+    files = [str(HERE / name) for name in ASSUMING]
+    done = pytest_on_tiles(built, *files, "-k", " or ".join(f"({k})" for k in ASSUMING.values()))
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout and "skipped" not in done.stdout
 
 
 def test_release_has_none_of_the_emulator():

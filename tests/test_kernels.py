@@ -12,27 +12,29 @@ from kernel_cases import (
     FORWARD_BAR,
     INT8_BAR,
     INT8_ELEMENT_BAR,
+    TIERS,
     check_case,
     check_close,
+    choose_tier,
     computes,
     make_case,
     make_dy,
+    on_tiles,
     relative,
 )
 from reference import round_bf16
 
-from kt_core import kernels, runtime
+from kt_core import kernels
 from kt_core.experts import PROJECTIONS, Experts, Lora
 
-TIERS = sorted({k["isa"] for k in kernels() if k["usable"]})
 FORMATS = sorted({k["format"] for k in kernels()})
 
 
 @pytest.fixture(params=TIERS)
 def tier(request):
-    runtime.force_isa(request.param)
+    choose_tier(request.param)
     yield request.param
-    runtime.force_isa(None)
+    choose_tier()
 
 
 def calls(isa, format):
@@ -261,7 +263,7 @@ def test_few_and_many_rows_give_the_same_bits(tier, format):
     """Batch invariance: a row's bits do not depend on its neighbours, forward and backward. Matrix
     tiles add in another order than vectors, so there it holds within each of the two only.
     """
-    same = torch.equal if tier != "amx" else lambda a, b: relative(a, b) <= FORWARD_BAR
+    same = (lambda a, b: relative(a, b) <= FORWARD_BAR) if on_tiles(tier) else torch.equal
     case = make_case(E=3, H=96, I=72, T=130, K=2, format=format, dtype=torch.float32)
     dy = torch.randn(case.x.shape, generator=torch.Generator().manual_seed(3))
     all_ = case.x, case.index, case.weights, case.lora
@@ -437,13 +439,13 @@ def test_packed_bytes_are_the_same_on_every_tier(format):
     }
     seen = set()
     for isa in TIERS:
-        runtime.force_isa(isa)
+        choose_tier(isa)
         layer = Experts(2, 100, 72, format=format)
         for e in range(2):
             for p in PROJECTIONS:
                 layer.put(e, p, w[p])
         seen.add(bytes(layer.packed()))
-    runtime.force_isa(None)
+    choose_tier()
     assert len(seen) == 1
 
 

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 import torch
-from kernel_cases import make_case, relative
+from kernel_cases import BATCH_INVARIANT, choose_tier, make_case, relative
 
 from kt_core.experts import PROJECTIONS, Lora, Share
 
@@ -36,7 +36,14 @@ def shared(*mine):
     return Share(wanted, list(zip(TOKENS, SEEDS, strict=True)))
 
 
-def test_rows_keep_the_dropout_masks_of_their_own_batch(case):
+@pytest.fixture(params=BATCH_INVARIANT)
+def batch_invariant(request):
+    choose_tier(request.param)
+    yield request.param
+    choose_tier()
+
+
+def test_rows_keep_the_dropout_masks_of_their_own_batch(batch_invariant, case):
     """All experts for the tokens of three processes: the bits of each process's own call."""
     rows, factors = run(case, shared(*range(E)))
     begin, sums = 0, [torch.zeros_like(f) for f in factors]

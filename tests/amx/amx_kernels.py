@@ -15,17 +15,15 @@ from collections import defaultdict
 
 import pytest
 import torch
+from emulated_cpu import EMULATOR
 from kernel_cases import INT8_BAR, INT8_ELEMENT_BAR, check_case, check_close, make_case
 from test_kernels import calls, read_mask
 
 from kt_core import _kt, runtime
 from kt_core.experts import PROJECTIONS, Experts
 
-EMULATOR = os.environ.get("LD_PRELOAD")
 OPCODES = ("ldtilecfg", "tilerelease", "tilezero", "tileloadd", "tilestored")
 PRODUCTS = ("tdpbf16ps", "tdpbssd", "tdpbsud", "tdpbusd", "tdpbuud")
-AMX_BITS = 1 << 22 | 1 << 24 | 1 << 25  # leaf 7 EDX: amx_bf16, amx_tile, amx_int8
-TILE_STATE = 0x60000  # XCR0
 
 FORMATS = ("bf16", "int8", "int4")
 errors: dict[str, float] = defaultdict(float)
@@ -55,11 +53,6 @@ class Tiles:
 
 @pytest.fixture(scope="module")
 def tiles():
-    if EMULATOR:
-        r = _kt.cpu_registers()
-        edx, xcr0 = r["leaf7_edx"] | AMX_BITS, r["xcr0"] | TILE_STATE
-        _kt.use_cpu({**r, "leaf7_edx": edx, "xcr0": xcr0, "tiles": True})
-    runtime.force_isa("amx")
     t = Tiles()
     yield t
     report = {
