@@ -6,24 +6,27 @@
         model.generate(...)
     with adapter(model, None): ...            # the base model
 
-Reading directories and the orientation of factors are in adapter_format.py, what the config says is
-in adapter_config.py; there is no peft import here.
+Reading directories and the orientation of factors are in adapter_format.py, whether an adapter fits
+a model in adapter_fit.py; there is no peft import here.
 """
 
 from __future__ import annotations
 
 import contextvars
 import copy
+import functools
 import os
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from kt_core.adapter_config import check_complete
+from kt_core.adapter_extra import Rows
+from kt_core.adapter_fit import Fitted, fit, site_of
 from kt_core.adapter_format import AdapterData, Factors, read_adapter
 from kt_core.experts import Experts, Lora
 from kt_core.merge import merge
@@ -40,14 +43,28 @@ __all__ = [
 ]
 
 
+@dataclass(frozen=True)
+class _Change:
+    """What an adapter changes about a module that is not experts, on the module's device."""
+
+    lora: Factors | None = None
+    values: Mapping[str, Tensor] = field(default_factory=dict)  # by name within the module
+    rows: Rows | None = None
+
+
 @dataclass
 class _Attached:
     """The adapters of one model; its modules ask it at every call which factors to use."""
 
     active: contextvars.ContextVar[str | None]
     experts: dict[str, dict[str, Lora]] = field(default_factory=dict)  # name -> path
-    dense: dict[str, dict[str, Factors]] = field(default_factory=dict)
+    others: dict[str, dict[str, _Change]] = field(default_factory=dict)
     hooked: set[str] = field(default_factory=set)  # paths
+
+    def change(self, path: str) -> _Change | None:
+        """What the active adapter changes about a module."""
+        name = self.active.get()
+        return None if name is None else self.others[name].get(path)
 
 
 _attached: weakref.WeakKeyDictionary[nn.Module, _Attached] = weakref.WeakKeyDictionary()
@@ -67,27 +84,59 @@ def load_adapter(model: Any, directory: str | os.PathLike[str], name: str) -> No
             f"adapter {name!r} is loaded already; unload_adapter it first or choose another name"
         )
     config = model.config.get_text_config()
-    data = read_adapter(directory, hidden=config.hidden_size)
-    modules = dict(model.named_modules())
     where = os.fspath(directory)
-    _check(data, modules, type(model).__name__, where)
+    fitted = fit(read_adapter(directory, hidden=config.hidden_size), site_of(model), where)
+    modules = dict(model.named_modules(remove_duplicate=False))
+    others = _changes(fitted, model, modules, where)
     if held is None:
         held = _attached[model] = _Attached(contextvars.ContextVar("kt_adapter", default=None))
-    held.experts[name] = {path: _lora(module) for path, module in data.experts.items()}
-    held.dense[name] = {}
-    for path, f in data.dense.items():
-        device = modules[path].weight.device
-        held.dense[name][path] = Factors(f.a.to(device), f.b.to(device), f.scaling)
-    for path in (*data.experts, *data.dense):
+    held.experts[name] = {path: _lora(module) for path, module in fitted.experts.items()}
+    held.others[name] = others
+    for path in (*fitted.experts, *others):
         if path not in held.hooked:
             held.hooked.add(path)
             _hook(held, path, modules[path])
 
 
+def _changes(
+    fitted: Fitted, model: nn.Module, modules: Mapping[str, nn.Module], where: str
+) -> dict[str, _Change]:
+    """By module path. Values that are the base's already are left out."""
+    own = model.state_dict()
+    values: dict[str, dict[str, Tensor]] = {}
+    for parameter, value in fitted.values.items():
+        if value.shape != own[parameter].shape:
+            raise ValueError(
+                f"{where} brings {len(value)} rows of {parameter} where the base model has "
+                f"{len(own[parameter])}, for tokens that the base does not know; merge it "
+                "(llamafactory-cli export) and serve the result"
+            )
+        if not _same_values(value, own[parameter]):
+            path, _, leaf = parameter.rpartition(".")
+            values.setdefault(path, {})[leaf] = value.to(own[parameter])
+    linear = {**fitted.dense, **fitted.embeddings}
+    out = {}
+    for path in {**linear, **values, **fitted.rows}:
+        device = next(modules[path].parameters(recurse=False)).device
+        f, rows = linear.get(path), fitted.rows.get(path)
+        out[path] = _Change(
+            None if f is None else Factors(f.a.to(device), f.b.to(device), f.scaling),
+            values.get(path, {}),
+            None if rows is None else Rows(rows.indices, rows.values.to(device)),
+        )
+    return out
+
+
+def _same_values(a: Tensor, b: Tensor) -> bool:
+    """Whether one of them is the other, perhaps rounded to its dtype."""
+    a = a.to(b.device)
+    return torch.equal(a.to(b.dtype), b) or torch.equal(b.to(a.dtype), a)
+
+
 def unload_adapter(model: nn.Module, name: str) -> None:
     """Forgets an adapter. Raises KeyError naming those that exist."""
     held = _known(model, name)
-    del held.experts[name], held.dense[name]
+    del held.experts[name], held.others[name]
 
 
 def adapters(model: nn.Module) -> list[str]:
@@ -134,40 +183,63 @@ def _hook(held: _Attached, path: str, module: nn.Module) -> None:
         module.runner = _switched(held, path, module.runner)
         return
 
-    if not is_linear(module):
-        _adapt_weight(held, path, module)
-        return
+    def change(module: nn.Module, inputs: Any, keywords: Any, output: Any) -> Any:
+        wanted = held.change(path)
+        return output if wanted is None else _changed(module, wanted, inputs, keywords, output)
 
-    def add(linear: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        name = held.active.get()
-        factors = None if name is None else held.dense[name].get(path)
-        if factors is None:
-            return output
-        x = inputs[0].to(factors.a.dtype)
-        delta = (x @ factors.a.T) @ factors.b.T
-        return (output + delta * factors.scaling).to(output.dtype)
-
-    module.register_forward_hook(add)
+    module.register_forward_hook(change, with_kwargs=True)
 
 
-def _adapt_weight(held: _Attached, path: str, module: nn.Module) -> None:
-    """For a module that computes more than a product with its weight, e.g. a router."""
+def _changed(module: nn.Module, change: _Change, inputs: Any, keywords: Any, output: Any) -> Any:
+    """The output of `module`, which was `output`, with an adapter's change."""
+    lookup, linear = isinstance(module, nn.Embedding), is_linear(module)
+    values = dict(change.values)
+    if change.lora is not None and not lookup and not linear:
+        # It computes more than a product with its weight, e.g. a router.
+        weight = values.get("weight", module.get_parameter("weight"))
+        values["weight"] = weight + change.lora.delta().to(weight)
+    if values:
+        output = _with_values(module, values)(*inputs, **keywords)
+    if lookup:
+        return _changed_lookup(module, change, inputs[0], output)
+    if linear and change.lora is not None:
+        x = inputs[0].to(change.lora.a.dtype)
+        delta = (x @ change.lora.a.T) @ change.lora.b.T
+        output = (output + delta * change.lora.scaling).to(output.dtype)
+    if change.rows is not None:  # of a head
+        output = output.clone()
+        output[..., list(change.rows.indices)] = inputs[0] @ change.rows.values.to(inputs[0]).T
+    return output
 
-    def forward(*args: Any, **kw: Any) -> Any:
-        name = held.active.get()
-        factors = None if name is None else held.dense[name].get(path)
-        if factors is None:
-            return type(module).forward(module, *args, **kw)
-        weight = module.get_parameter("weight")
-        # A twin, because other threads may be inside this module with another adapter.
-        twin = copy.copy(module)
-        twin._parameters = dict(module._parameters)
-        twin._parameters["weight"] = nn.Parameter(
-            weight + factors.delta().to(weight), requires_grad=False
-        )
-        return type(module).forward(twin, *args, **kw)
 
-    module.forward = forward
+def _changed_lookup(module: nn.Module, change: _Change, ids: Tensor, output: Tensor) -> Tensor:
+    # An embedding may scale its rows (Gemma), so it looks up the changed ones itself.
+    used, place = ids.unique(return_inverse=True)
+    if change.lora is not None:
+        f = change.lora
+        delta = f.scaling * (f.a.float()[:, used].T @ f.b.float().T)
+        added = _with_values(module, {"weight": delta.to(output.dtype)})(place)
+        output = output + added
+    if change.rows is not None:
+        indices = torch.tensor(change.rows.indices, device=ids.device)
+        new = _with_values(module, {"weight": change.rows.values.to(output.dtype)})
+        hits = ids[..., None] == indices
+        output = torch.where(hits.any(-1, keepdim=True), new(hits.int().argmax(-1)), output)
+    return output
+
+
+def _with_values(module: nn.Module, values: Mapping[str, Tensor]) -> Callable[..., Any]:
+    """The forward of a twin of `module` with other parameters or buffers; a twin, because other
+    threads may be inside this module with another adapter.
+    """
+    twin = copy.copy(module)
+    twin._parameters, twin._buffers = dict(module._parameters), dict(module._buffers)
+    for name, value in values.items():
+        if name in twin._buffers:
+            twin._buffers[name] = value
+        else:
+            twin._parameters[name] = nn.Parameter(value, requires_grad=False)
+    return functools.partial(type(module).forward, twin)
 
 
 def _switched(held: _Attached, path: str, inner: Runner) -> Runner:
@@ -180,59 +252,3 @@ def _switched(held: _Attached, path: str, inner: Runner) -> Runner:
         return inner(experts, x, index, weights, lora)
 
     return run
-
-
-def _check(data: AdapterData, modules: Mapping[str, nn.Module], model: str, where: str) -> None:
-    base = data.config.get("base_model_name_or_path")
-    if data.extra:
-        raise ValueError(
-            f"{where} holds the whole module {next(iter(data.extra))}, which cannot be switched "
-            "per call; train without "
-            "modules_to_save (additional_target)"
-        )
-    if data.embeddings:
-        raise ValueError(
-            f"{where} adapts the embedding {next(iter(data.embeddings))}, which cannot be switched "
-            "per call yet; merge it"
-        )
-    check_complete(data, [n for n, m in modules.items() if is_linear(m)], where)
-    experts_paths = [n for n, m in modules.items() if isinstance(m, KTExpertsLinear)]
-    lost = [n for n in experts_paths if n not in data.experts]
-    chosen = ("layers_to_transform", "layers_pattern", "exclude_modules", "target_parameters")
-    if data.experts and lost and not any(data.config.get(key) for key in chosen):
-        raise ValueError(
-            f"{where} has expert tensors but none for {lost[0]} ({len(lost)} layers are missing); "
-            f"the file is incomplete or was trained on another model ({base})"
-        )
-    for path, module in data.experts.items():
-        experts = modules.get(path)
-        if not isinstance(experts, KTExpertsLinear):
-            raise ValueError(
-                f"{where} adapts {path}, where {model} has no experts; it was trained on another "
-                f"model ({base})"
-            )
-        sizes = (experts.num_experts, experts.hidden_dim, experts.intermediate_dim)
-        for p, f in module.items():
-            e, h, i = sizes
-            fan_in, fan_out = (i, h) if p == "down" else (h, i)
-            _same(f.a, (e, f.rank, fan_in), f"{path} {p}_proj lora_A", where, base)
-            _same(f.b, (e, fan_out, f.rank), f"{path} {p}_proj lora_B", where, base)
-    for path, f in data.dense.items():
-        weight = dict(modules[path].named_parameters(recurse=False)) if path in modules else {}
-        if "weight" not in weight or weight["weight"].dim() != 2:
-            raise ValueError(
-                f"{where} adapts {path}, where {model} has no matrix; it was trained on another "
-                f"model ({base})"
-            )
-        fan_out, fan_in = weight["weight"].shape
-        _same(f.a, (f.rank, fan_in), f"{path} lora_A", where, base)
-        _same(f.b, (fan_out, f.rank), f"{path} lora_B", where, base)
-
-
-def _same(tensor: Tensor, shape: tuple[int, ...], what: str, where: str, base: object) -> None:
-    if tuple(tensor.shape) != shape:
-        raise ValueError(
-            f"{where}: {what} has shape {tuple(tensor.shape)} but this model needs {shape}; it was "
-            "trained on another "
-            f"model ({base})"
-        )

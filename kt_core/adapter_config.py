@@ -1,5 +1,5 @@
-"""What adapter_config.json says: to stock peft, to peft on a model with CPU experts, and whether a
-file holds all that its config promises. Writes the directory too. No peft import.
+"""What adapter_config.json says: to stock peft, and to peft on a model with CPU experts. Writes the
+directory too. No peft import.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ from kt_core.adapter_format import (
     CONFIG_FILE,
     METADATA,
     PROJECTION_KEYS,
-    PROJECTION_OF,
     WEIGHTS_FILE,
     AdapterData,
     completed,
@@ -74,29 +73,6 @@ def adapter_tensors(data: AdapterData, names: Mapping[str, str], layout: str) ->
         fused = fused_tensors(path, module)
         out |= {f"base_model.model.{key}": tensor for key, tensor in fused.items()}
     return out
-
-
-def check_complete(data: AdapterData, linears: Iterable[str], where: str) -> None:
-    """Raises ValueError if the config's targets pick one of `linears`, paths of all Linear modules
-    of the model, for which there is no tensor although the same target has tensors elsewhere: the
-    file has lost a layer. Targets that are patterns, or limited to some layers, say nothing.
-    """
-    config = data.config
-    targets = config.get("target_modules")
-    limits = ("layers_to_transform", "layers_pattern", "exclude_modules")
-    if not isinstance(targets, list | set | tuple) or any(config.get(key) for key in limits):
-        return
-    # Beside experts such a target means them, whatever Linears have the same name.
-    experts = set(PROJECTION_OF) if data.experts else set()
-    for target in sorted(set(targets) - experts):
-        picked = [p for p in linears if p == target or p.endswith(f".{target}")]
-        lost = [p for p in picked if p not in data.dense and p not in data.extra]
-        if lost and len(lost) < len(picked):
-            raise ValueError(
-                f"{where} targets {target} but has no tensors for {lost[0]} ({len(lost)} of "
-                f"{len(picked)} are missing); the file is incomplete, save or copy the adapter "
-                "again"
-            )
 
 
 def adapter_config(

@@ -24,7 +24,7 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from kt_core.adapter_fused import split
+from kt_core.adapter_rules import check_config, picks_expert
 
 PROJECTION_KEYS = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 WEIGHTS_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
@@ -118,6 +119,7 @@ class AdapterData:
     extra: Mapping[str, Tensor] = field(default_factory=dict)
     dropout: float = 0.0
     embeddings: Mapping[str, Factors] = field(default_factory=dict)
+    whole: bool = False  # a manifest in the file says that every tensor of the training is there
 
     @property
     def projections(self) -> list[str]:
@@ -165,7 +167,7 @@ def parse_adapter(
     """`read_adapter` on contents that were read already: tensors by PEFT key, the config, the
     safetensors metadata.
     """
-    _check_config(config, where)
+    check_config(config, where)
     experts: dict[str, dict[str, dict[str, dict[int, Tensor]]]] = {}
     fused: dict[str, dict[bool, dict[str, Tensor]]] = {}
     dense: dict[str, dict[str, Tensor]] = {}
@@ -195,7 +197,12 @@ def parse_adapter(
             extra[name] = tensor
     stacked = {
         path: {
-            p: _factors(_stack(factors, f"{where}: {path}.{p}"), config, _virtual(path, p), where)
+            p: _factors(
+                _stack(factors, config, path, projection_names(p), where),
+                config,
+                _virtual(path, p),
+                where,
+            )
             for p, factors in module.items()
         }
         for path, module in experts.items()
@@ -224,6 +231,7 @@ def parse_adapter(
     )
     if "trained" in own:
         _check_manifest(manifest(data), own["trained"], where)
+        data = replace(data, whole=True)
     return data
 
 
@@ -254,47 +262,45 @@ def _check_manifest(found: Mapping[str, Any], trained: Mapping[str, Any], where:
         )
 
 
-def _check_config(config: Mapping[str, Any], where: str) -> None:
-    if config.get("peft_type") != "LORA":
-        raise ValueError(
-            f"{where}: peft_type={config.get('peft_type')!r} is not supported; only LORA is"
-        )
-    for key in (
-        "use_dora",
-        "lora_bias",
-        "use_qalora",
-        "alora_invocation_tokens",
-        "layer_replication",
-    ):
-        if config.get(key):
-            raise ValueError(
-                f"{where}: {key}={config[key]!r} is not supported; train the adapter without it"
-            )
+def projection_names(projection: str) -> list[str]:
+    """Leaf names that a projection has in the families."""
+    return [PROJECTION_KEYS[projection], _MIXTRAL[projection]]
 
 
 def _virtual(path: str, projection: str) -> list[str]:
-    names = {PROJECTION_KEYS[projection], _MIXTRAL[projection]}
-    return [f"{path}{e}.{n}" for e in ("", ".0") for n in sorted(names)] + [path]
+    names = sorted(projection_names(projection))
+    return [f"{path}{e}.{n}" for e in ("", ".0") for n in names] + [path]
 
 
-def _stack(factors: Mapping[str, Mapping[int, Tensor]], what: str) -> dict[str, Tensor]:
+def _stack(
+    factors: Mapping[str, Mapping[int, Tensor]],
+    config: Mapping[str, Any],
+    path: str,
+    names: Sequence[str],
+    where: str,
+) -> dict[str, Tensor]:
+    """A and B of all experts up to the last that has any; zeros for those that the config leaves
+    out.
+    """
     count = 1 + max(max(by, default=-1) for by in factors.values())
     out = {}
     for ab, by in factors.items():
         missing = [e for e in range(count) if e not in by]
-        if missing:
+        meant = [e for e in missing if e in factors["A"] or e in factors["B"]]
+        meant += [e for e in missing if picks_expert(config, path, e, names) is not None]
+        if meant or (missing and not config.get("target_modules")):
             raise ValueError(
-                f"{what}: lora_{ab} of expert {missing[0]} is missing ({len(missing)} of {count} "
-                "are); "
-                "the file is incomplete, save the adapter again"
+                f"{where}: {path}.{names[0]}: lora_{ab} of expert {missing[0]} is missing "
+                f"({len(missing)} of {count} are); the file is incomplete, save the adapter again"
             )
         shapes = {tuple(t.shape) for t in by.values()}
         if len(shapes) != 1:
             raise ValueError(
-                f"{what}: experts differ in the shape of lora_{ab} ({sorted(shapes)}); one rank is "
-                "needed"
+                f"{where}: {path}.{names[0]}: experts differ in the shape of lora_{ab} "
+                f"({sorted(shapes)}); one rank is needed"
             )
-        out[ab] = torch.stack([by[e] for e in range(count)])
+        zeros = torch.zeros_like(next(iter(by.values())))
+        out[ab] = torch.stack([by.get(e, zeros) for e in range(count)])
     return out
 
 

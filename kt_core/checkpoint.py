@@ -54,7 +54,7 @@ class Want:
 @dataclass(frozen=True)
 class Part:
     """One projection of one expert as it lies in a checkpoint: shape [out, in]; `read` gives that
-    tensor.
+    tensor, `view` its place in the whole stored tensor.
     """
 
     module: str
@@ -65,6 +65,7 @@ class Part:
     tensor: str
     file: Path
     read: Callable[[], Tensor] = field(compare=False, repr=False)
+    view: Callable[[Tensor], Tensor] = field(compare=False, repr=False)
 
     @property
     def readable(self) -> bool:

@@ -216,8 +216,8 @@ def _load_pretrained_model(
     source = checkpoint.Source([Path(file) for file in checkpoint_files])
     want = checkpoint.Want(
         {layout.name: layout.shape for layout in layouts},
-        parameter=_renaming(model, load_config.weight_mapping),
-        transposed=_transposed(model, load_config.weight_mapping),
+        parameter=renaming(model, load_config.weight_mapping),
+        transposed=transposed(model, load_config.weight_mapping),
     )
     form = packing.Format(settings.format, settings.weights_per_scale, settings.numa_nodes)
     other_bytes = _other_bytes(model, layouts, load_config.device_map)
@@ -244,7 +244,7 @@ def _load_pretrained_model(
     _swap(model, layouts, packed, settings.runner)
     _origins[model] = Origin(source.files, want)
     # What transformers, which no longer knows the experts, will call their tensors.
-    renamed = _renaming(model, load_config.weight_mapping)
+    renamed = renaming(model, load_config.weight_mapping)
     ours = {renamed(stored.name) for stored in source.safetensors if want.module(stored.name)}
     del source  # closes its files
     with host.step("loading the other weights", everywhere=True):
@@ -325,7 +325,7 @@ def _swap(
         setattr(model.get_submodule(parent), leaf, module)
 
 
-def _renaming(model: PreTrainedModel, weight_mapping: list[Any] | None) -> Callable[[str], str]:
+def renaming(model: PreTrainedModel, weight_mapping: list[Any] | None) -> Callable[[str], str]:
     """transformers' own way from the name of a stored tensor to the name of a parameter."""
     renamings = [entry for entry in weight_mapping or [] if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in weight_mapping or [] if isinstance(entry, WeightConverter)]
@@ -343,7 +343,7 @@ def _renaming(model: PreTrainedModel, weight_mapping: list[Any] | None) -> Calla
     return parameter
 
 
-def _transposed(model: PreTrainedModel, weight_mapping: list[Any] | None) -> bool:
+def transposed(model: PreTrainedModel, weight_mapping: list[Any] | None) -> bool:
     """Whether this model's loader transposes expert tensors. Raises ValueError for a conversion we
     do not do.
     """

@@ -1,29 +1,66 @@
-"""Merges a PEFT adapter into a checkpoint, shard by shard, without loading the model."""
+"""Merges a PEFT adapter into a checkpoint, shard by shard, without loading the model.
+
+Names and shapes come from the model that config.json describes (skeleton.py), so the judge is that
+of the server (adapter_fit.py); which stored tensor is which parameter, transformers says.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import safetensors.torch
 import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from kt_core.adapter_format import AdapterData, Factors, read_adapter
+from kt_core import checkpoint, merged_files
+from kt_core.adapter_extra import Rows
+from kt_core.adapter_fit import Fitted, Site, fit, site_of
+from kt_core.adapter_format import Factors, read_adapter
+from kt_core.layout import find_experts
+from kt_core.skeleton import Skeleton, skeleton, weight_files
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
-# Leaf names of expert projections in checkpoints, per-expert layout.
-_CHECKPOINT_NAMES = {
-    "gate": ("gate_proj", "w1"),
-    "up": ("up_proj", "w3"),
-    "down": ("down_proj", "w2"),
-}
+
+@dataclass
+class _Edit:
+    """What happens to one stored tensor: `value` takes its place, then every delta is added to its
+    part of it, then rows are put in.
+    """
+
+    value: Tensor | None = None
+    deltas: list[tuple[Callable[[Tensor], Tensor], Callable[[], Tensor]]] = field(
+        default_factory=list
+    )
+    rows: Rows | None = None
+
+    def apply(self, stored: Tensor, dtype: torch.dtype) -> Tensor:
+        """The merged tensor; sums are computed in fp32 and rounded once."""
+        weight = stored if self.value is None else self.value
+        out = weight.to(dtype, copy=True)
+        for view, delta in self.deltas:
+            view(out).copy_(view(weight).float() + delta())
+        if self.rows is not None:
+            out[list(self.rows.indices)] = self.rows.values.to(dtype)
+        return out.contiguous()
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """edits: by key of a stored tensor. new: by key, the stored tensor that a tensor which the
+    checkpoint does not have starts from, and its edit. rows: of embeddings and head afterwards.
+    """
+
+    edits: Mapping[str, _Edit]
+    new: Mapping[str, tuple[str, _Edit]]
+    rows: int | None
 
 
 def merge(
@@ -32,176 +69,137 @@ def merge(
     out_dir: str | os.PathLike[str],
     *,
     dtype: torch.dtype | None = None,
+    trust_remote_code: bool = False,
 ) -> None:
     """Writes the checkpoint `model_dir` with the adapter's delta added to its weights into the new
     directory `out_dir`.
 
     Works shard by shard; weights keep their names, and their dtypes unless `dtype` is given (W +
     scaling * B @ A is computed in fp32 and rounded once). Modules that were trained whole
-    (modules_to_save) take the place of the base's, also with more rows for new tokens. Raises
-    ValueError if a delta finds no weight or a weight of another shape; `out_dir` appears only when
-    complete.
+    (modules_to_save) take the place of the base's, also with more rows for new tokens. Where input
+    embeddings and head were tied and the adapter makes them differ, the head is written too and
+    config.json says that they are not tied. Raises ValueError for an adapter that does not fit, as
+    `load_adapter` does; `out_dir` appears only when complete.
     """
-    source, out = Path(model_dir), Path(out_dir)
+    source, out, where = Path(model_dir), Path(out_dir), os.fspath(adapter_dir)
     if out.exists():
         raise ValueError(f"{out} exists; give a directory that does not")
-    shards = sorted(source.glob("*.safetensors"))
-    if not shards:
-        raise FileNotFoundError(f"{source} has no .safetensors file; give a checkpoint directory")
+    files = weight_files(source)
+    bones = skeleton(source, trust_remote_code=trust_remote_code)
+    data = read_adapter(adapter_dir, hidden=bones.model.config.get_text_config().hidden_size)
+    layouts = find_experts(bones.model) if data.experts else []
+    site = site_of(bones.model, {layout.name: layout.shape for layout in layouts})
+    plan = _plan(fit(data, site, where), site, checkpoint.Source(files), bones, where)
     config = json.loads((source / "config.json").read_text())
-    hidden = config.get("hidden_size", config.get("text_config", {}).get("hidden_size"))
-    data = read_adapter(adapter_dir, hidden=hidden)
-    names: dict[str, tuple[int, ...]] = {}
-    for shard in shards:
-        with safe_open(shard, "pt") as file:
-            names |= {k: tuple(file.get_slice(k).get_shape()) for k in list(file.keys())}
-    deltas = _deltas(data, names, os.fspath(adapter_dir))
-    whole = _replacements(data, names, os.fspath(adapter_dir))
-    if whole or dtype is not None:
-        _describe(config, whole, dtype)
+    merged_files.describe(config, rows=plan.rows, untied=bool(plan.new), dtype=dtype)
     temporary = out.with_name(f".{out.name}.merging")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
-        for entry in source.iterdir():
-            if entry.is_file() and entry not in shards:
-                shutil.copy2(entry, temporary / entry.name)
-        for shard in shards:
-            _merge_shard(shard, temporary / shard.name, deltas, whole, dtype)
-        if whole or dtype is not None:
-            (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        merged_files.copy(source, temporary)
+        (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        for file in files:
+            _merge_shard(file, temporary / file.name, plan, dtype)
+        if (source / merged_files.INDEX).is_file() and len(files) > 1:
+            merged_files.write_index(source, temporary)
         os.rename(temporary, out)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _replacements(
-    data: AdapterData, names: Mapping[str, tuple[int, ...]], where: str
-) -> dict[str, Tensor]:
-    """By checkpoint key, the weights of modules that were trained whole."""
-    out = {}
-    for name, tensor in data.extra.items():
-        key = _present([name, name.replace(".mlp.", ".block_sparse_moe.")], names, name, where)
-        shape = tuple(tensor.shape)
-        grown = "embed" in name or "head" in name  # tokens may have been added
-        if shape != names[key] and not (grown and shape[1:] == names[key][1:]):
-            raise ValueError(
-                f"{where}: {name} has shape {shape} but the checkpoint's weight {names[key]}; the "
-                "adapter belongs to another model"
-            )
-        out[key] = tensor
-    return out
-
-
-def _describe(
-    config: dict[str, Any], whole: Mapping[str, Tensor], dtype: torch.dtype | None
-) -> None:
-    """Makes config.json say what the merged weights are: rows of embeddings, dtype."""
-    text = config.get("text_config", config)
-    rows = {t.shape[0] for key, t in whole.items() if "embed" in key or "head" in key}
-    if len(rows) > 1:
-        raise ValueError(
-            f"embeddings and head were trained with {sorted(rows)} rows; train both with "
-            "additional_target after resize_vocab"
-        )
-    if rows:
-        text["vocab_size"] = rows.pop()
-    if dtype is not None:
-        for part in {id(config): config, id(text): text}.values():
-            for key in ("dtype", "torch_dtype"):
-                if key in part:
-                    part[key] = str(dtype).removeprefix("torch.")
-
-
-def _merge_shard(
-    source: Path,
-    target: Path,
-    deltas: Mapping[str, Callable[[], Tensor]],
-    whole: Mapping[str, Tensor],
-    dtype: torch.dtype | None,
-) -> None:
+def _merge_shard(source: Path, target: Path, plan: _Plan, dtype: torch.dtype | None) -> None:
     tensors: dict[str, Tensor] = {}
     with safe_open(source, "pt") as file:
         metadata = file.metadata()
-        for key in list(file.keys()):
+        keys = list(file.keys())
+        for key in keys:
             weight = file.get_tensor(key)
-            if key in deltas:
-                if weight.dtype not in _FLOATS:
-                    raise ValueError(
-                        f"{source}: {key} is {weight.dtype}, to which a delta cannot be added "
-                        "exactly; merge into a bf16 "
-                        "checkpoint"
-                    )
-                weight = (weight.float() + deltas[key]()).to(dtype or weight.dtype)
-            elif key in whole:
-                weight = whole[key].to(dtype or weight.dtype)
-            elif dtype is not None and weight.dtype in _FLOATS:
-                weight = weight.to(dtype)
-            tensors[key] = weight.contiguous()
+            wanted = dtype if dtype is not None and weight.dtype in _FLOATS else weight.dtype
+            edit = plan.edits.get(key, _Edit())
+            if key in plan.edits and weight.dtype not in _FLOATS:
+                raise ValueError(
+                    f"{source}: {key} is {weight.dtype}, to which a delta cannot be added exactly; "
+                    "merge into a bf16 checkpoint"
+                )
+            tensors[key] = edit.apply(weight, wanted)
+            for name, (origin, new) in plan.new.items():
+                if origin == key:
+                    tensors[name] = new.apply(weight, wanted)
     safetensors.torch.save_file(tensors, target, metadata=metadata)
 
 
-def _deltas(
-    data: AdapterData, names: Mapping[str, tuple[int, ...]], where: str
-) -> dict[str, Callable[[], Tensor]]:
-    """By checkpoint key, a function that computes the delta; every factor of the adapter is in
-    exactly one.
-    """
-    out: dict[str, Callable[[], Tensor]] = {}
-
-    def put(key: str, shape: tuple[int, ...], delta: Callable[[], Tensor]) -> None:
-        if names[key] != shape:
-            raise ValueError(
-                f"{where}: the delta of {key} has shape {shape} but the checkpoint's weight "
-                f"{names[key]}; the adapter "
-                "belongs to another model"
+def _plan(
+    fitted: Fitted, site: Site, source: checkpoint.Source, bones: Skeleton, where: str
+) -> _Plan:
+    stored: dict[str, list[checkpoint.Stored]] = {}
+    for entry in source.safetensors:
+        stored.setdefault(bones.parameter(entry.name), []).append(entry)
+    by_parameter = _parameter_edits(fitted)
+    new: dict[str, tuple[str, _Edit]] = {}
+    for twin, origin in site.tied.items():
+        _untie(twin, origin, by_parameter, stored, new)
+    edits: dict[str, _Edit] = {}
+    for name, edit in by_parameter.items():
+        found = stored.get(name, [])
+        if len(found) != 1 or found[0].shape != site.parameters[name]:
+            problem = (
+                f"as {[(s.name, list(s.shape)) for s in found]}, not as one tensor of shape "
+                f"{list(site.parameters[name])}"
+                if found
+                else "not at all"
             )
-        out[key] = delta
+            raise ValueError(
+                f"{where} changes {name}, which {source.files[0].parent} stores {problem}; it "
+                "cannot be merged there: serve the adapter beside the base model"
+            )
+        edits[found[0].name] = edit
+    shapes = {path: site.experts[path] for path in fitted.experts}
+    want = checkpoint.Want(shapes, bones.parameter, bones.transposed)
+    for path, parts in checkpoint.collect(source, want).items() if shapes else ():
+        for part in parts:
+            f = fitted.experts[path].get(part.projection)
+            if f is not None:
+                one = Factors(f.a[part.expert], f.b[part.expert], f.scaling)
+                edits.setdefault(part.tensor, _Edit()).deltas.append((part.view, one.delta))
+    return _Plan(edits, new, fitted.token_rows)
 
-    for path, f in data.dense.items():
-        stored = f"{path}.weight"
-        options = [stored, stored.replace(".mlp.", ".block_sparse_moe.")]
-        key = _present(options, names, path, where)
-        put(key, (f.b.shape[0], f.a.shape[1]), lambda f=f: f.delta())  # type: ignore[misc]
-    for path, f in data.embeddings.items():
-        key = _present([f"{path}.weight"], names, path, where)
-        put(key, (f.a.shape[1], f.b.shape[0]), lambda f=f: f.delta().T)  # type: ignore[misc]
-    for path, module in data.experts.items():
-        fused = f"{path}.gate_up_proj" if f"{path}.gate_up_proj" in names else None
-        down = f"{path}.down_proj" if f"{path}.down_proj" in names else None
-        if fused or down:
-            _put_fused(put, path, module)
-            continue
-        for p, f in module.items():
-            for e in range(f.a.shape[0]):
-                options = [f"{path}.{e}.{leaf}.weight" for leaf in _CHECKPOINT_NAMES[p]]
-                options += [o.replace(".mlp.", ".block_sparse_moe.") for o in options]
-                key = _present(options, names, f"{path}.{e}", where)
-                one = Factors(f.a[e], f.b[e], f.scaling)
-                put(key, (f.b.shape[1], f.a.shape[2]), lambda f=one: f.delta())  # type: ignore[misc]
+
+def _parameter_edits(fitted: Fitted) -> dict[str, _Edit]:
+    out: dict[str, _Edit] = {name: _Edit(value) for name, value in fitted.values.items()}
+    for path, f in fitted.dense.items():
+        out.setdefault(f"{path}.weight", _Edit()).deltas.append((_all, f.delta))
+    for path, f in fitted.embeddings.items():
+        out.setdefault(f"{path}.weight", _Edit()).deltas.append((_all, partial(_transposed, f)))
+    for path, rows in fitted.rows.items():
+        out.setdefault(f"{path}.weight", _Edit()).rows = rows
     return out
 
 
-def _put_fused(put: Callable[..., None], path: str, module: Mapping[str, Factors]) -> None:
-    halves = [module.get("gate"), module.get("up")]
-    known = next((f for f in halves if f is not None), None)
-    if known is not None:
-        e, i, h = known.a.shape[0], known.b.shape[1], known.a.shape[2]
-
-        def both() -> Tensor:
-            return torch.cat([torch.zeros(e, i, h) if f is None else f.delta() for f in halves], 1)
-
-        put(f"{path}.gate_up_proj", (e, 2 * i, h), both)
-    if "down" in module:
-        f = module["down"]
-        put(f"{path}.down_proj", (f.a.shape[0], f.b.shape[1], f.a.shape[2]), lambda: f.delta())
+def _all(weight: Tensor) -> Tensor:
+    return weight
 
 
-def _present(options: list[str], names: Mapping[str, Any], what: str, where: str) -> str:
-    for option in options:
-        if option in names:
-            return option
-    raise ValueError(
-        f"{where} adapts {what}, of which the checkpoint has no weight ({options[0]}); it was "
-        "trained on another model"
-    )
+def _transposed(f: Factors) -> Tensor:
+    return f.delta().T
+
+
+def _untie(
+    twin: str,
+    origin: str,
+    edits: dict[str, _Edit],
+    stored: Mapping[str, Sequence[checkpoint.Stored]],
+    new: dict[str, tuple[str, _Edit]],
+) -> None:
+    """Of two tied parameters, of which the checkpoint holds one: the edit of the other becomes a
+    new tensor unless both end up the same.
+    """
+    if twin in stored and origin not in stored:
+        twin, origin = origin, twin
+    if origin not in stored or twin in stored or not {twin, origin} & edits.keys():
+        return
+    entry = stored[origin][0]
+    weight = entry.handle.get_tensor(entry.name)
+    ours, theirs = edits.pop(twin, _Edit()), edits.get(origin, _Edit())
+    ends = [edit.apply(weight, torch.float32) for edit in (ours, theirs)]
+    if not torch.equal(*ends):
+        new[twin] = (entry.name, ours)

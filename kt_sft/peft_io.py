@@ -10,6 +10,7 @@ Loading uses every tensor or raises.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import shutil
@@ -32,10 +33,10 @@ from torch import Tensor, nn
 
 from kt_core.adapter_config import (
     adapter_tensors,
-    check_complete,
     training_config,
     write_adapter,
 )
+from kt_core.adapter_fit import fit, site_of
 from kt_core.adapter_format import (
     CONFIG_FILE,
     PROJECTION_KEYS,
@@ -436,16 +437,10 @@ def _read(
     else:
         tensors = load_peft_weights(os.fspath(model_id), device="cpu", **hub)
         data = parse_adapter(tensors, config.to_dict(), {}, hidden=hidden, where=str(model_id))
+    fitted = fit(data, site_of(base), str(model_id))
+    data = dataclasses.replace(data, experts=fitted.experts)
     for key, value in training_config(data, set(_linear_paths(base))).items():
         setattr(config, key, value)
-    paths = {n.removesuffix(".base_layer") for n, _ in base.named_modules()}
-    if lost := [p for p in (*data.experts, *data.dense) if p not in paths]:
-        raise ValueError(
-            f"{model_id} adapts {lost[0]}, which {type(base).__name__} does not have; it was "
-            "trained on another model "
-            f"({config.base_model_name_or_path})"
-        )
-    check_complete(data, _linear_paths(base), str(model_id))
     return config, data
 
 
@@ -453,7 +448,9 @@ def _native(data: AdapterData) -> dict[str, Tensor]:
     """The tensors under the names they have in a model with CPU experts, without the adapter's
     name.
     """
-    out = {f"{_PREFIX}{k}": v for k, v in data.extra.items()}
+    # peft writes a resized module that was trained whole twice
+    whole = {k: v for k, v in data.extra.items() if ".modules_to_save." not in k}
+    out = {f"{_PREFIX}{k}": v for k, v in whole.items()}
     for path, f in data.dense.items():
         out[f"{_PREFIX}{path}.lora_A.weight"], out[f"{_PREFIX}{path}.lora_B.weight"] = f.a, f.b
     for path, f in data.embeddings.items():

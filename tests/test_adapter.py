@@ -318,18 +318,6 @@ def test_incomplete_and_damaged_files(tmp_path):
         read_adapter(directory)
 
 
-def test_whole_modules_are_refused_for_inference(reference, tmp_path):
-    path = cases.checkpoint(tmp_path, **SIZES)
-    data = _data()
-    extra = AdapterData(CONFIG, data.experts, data.dense, {"lm_head.weight": torch.zeros(2, 2)})
-    directory = _write(tmp_path / "adapter", extra)
-    model = hf.load_model(path, format="bf16", dtype=torch.float32)
-    with pytest.raises(ValueError, match=r"whole module lm_head.weight, which cannot be switched"):
-        adapter.load_adapter(model, directory, "a")
-    with pytest.raises(ValueError, match=r"lm_head.weight has shape \(2, 2\) but the checkpoint"):
-        adapter.merge(path, directory, tmp_path / "merged")
-
-
 def test_what_the_standard_layout_cannot_hold():
     data = _data()
     gate, up = data.experts[PATHS[0]]["gate"], data.experts[PATHS[0]]["up"]
@@ -380,16 +368,16 @@ def test_merge_uses_every_delta_or_writes_nothing(reference, tmp_path):
     path = cases.checkpoint(tmp_path, **SIZES)
     directory = _write(tmp_path / "adapter", _data())
     other = cases.checkpoint(tmp_path / "other", **SIZES | {"num_hidden_layers": 1})
-    with pytest.raises(ValueError, match=r"layers\.1\..* of which the checkpoint has no weight"):
+    with pytest.raises(ValueError, match=r"layers\.1\..*where Qwen3Moe.* has no experts"):
         adapter.merge(other, directory, tmp_path / "merged")
     sizes = cases.checkpoint(tmp_path / "sizes", moe_intermediate_size=I)
-    with pytest.raises(ValueError, match="the adapter belongs to another model"):
+    with pytest.raises(ValueError, match="trained on another model"):
         adapter.merge(sizes, directory, tmp_path / "merged")
     assert not (tmp_path / "merged").exists()
     (tmp_path / "merged").mkdir()
     with pytest.raises(ValueError, match="exists; give a directory that does not"):
         adapter.merge(path, directory, tmp_path / "merged")
-    with pytest.raises(FileNotFoundError, match=r"has no .safetensors file"):
+    with pytest.raises(FileNotFoundError, match=r"has no model.safetensors and no"):
         adapter.merge(directory.parent / "merged", directory, tmp_path / "m2")
 
 

@@ -362,13 +362,17 @@ def test_f2_a_fresh_load_and_the_server_refuse_an_adapter_without_a_layer(own, r
 def test_an_adapter_of_another_model(reference, tmp_path):
     _, _, directory = _saved(tmp_path)
     for name, overrides, message in (
-        ("layers", {"num_hidden_layers": 1}, "layers.1.* which Qwen3MoeForCausalLM does not have"),
+        ("layers", {"num_hidden_layers": 1}, "layers.1.* where Qwen3MoeForCausalLM has no experts"),
         (
             "sizes",
             {"moe_intermediate_size": 48},
-            r"has shape \(8, 4, 40\) but the model needs \(8, 4, 48\)",
+            r"has shape \(8, 4, 40\) but this model needs \(8, 4, 48\)",
         ),
-        ("experts", {"num_experts": 4}, r"has shape \(8, 4, 40\) but the model needs \(4, 4, 40\)"),
+        (
+            "experts",
+            {"num_experts": 4},
+            r"has shape \(8, 4, 40\) but this model needs \(4, 4, 40\)",
+        ),
     ):
         other = cases.checkpoint(tmp_path / name, **overrides)
         with pytest.raises(ValueError, match=message):

@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 from torch import Tensor
 
@@ -51,12 +52,16 @@ def scan(source: Source, want: Want) -> Iterator[Part]:
                     tensor=stored.name,
                     file=stored.file,
                     read=partial(_slice, stored, expert, first, last, transposed),
+                    view=partial(_rows, expert, first, last, transposed),
                 )
 
 
 def _slice(stored: Stored, expert: int, first: int, last: int, transposed: bool) -> Tensor:
     """Rows [first, last) of one expert's matrix, [last - first, in], contiguous."""
-    view = stored.handle.get_slice(stored.name)
-    if transposed:
-        return view[expert, :, first:last].T.contiguous()
-    return view[expert, first:last]
+    lazy = stored.handle.get_slice(stored.name)
+    return _rows(expert, first, last, transposed, lazy).contiguous()
+
+
+def _rows(expert: int, first: int, last: int, transposed: bool, stored: Any) -> Tensor:
+    part: Tensor = stored[expert, :, first:last].T if transposed else stored[expert, first:last]
+    return part
