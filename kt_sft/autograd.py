@@ -7,11 +7,11 @@ objects are named by an integer handle; the registry holds weak references only.
 survives a call, so forwards and backwards may come in any order.
 
 Shapes, with I = `intermediate`: x [T, H]; top_k_index, top_k_weights [T, K]; lora A tensors [E, r,
-in] then B tensors [E, out, r] in the order of `projections`; scaling has one value per projection,
-used or not (torch takes an empty list for a list of tensors); out [T, H]; saved [T*K, 2, I], or [0]
-when nothing is saved. With `together` the rows of the host's ranks are computed in one pass
-(gathered.py), every rank calls the operator at the same point, and `saved` has as many rows as fall
-to this one.
+in] then B tensors [E, out, r] in the order of `projections`, of any floating dtype; scaling has one
+value per projection, used or not (torch takes an empty list for a list of tensors); out [T, H];
+saved [T*K, 2, I], or [0] when nothing is saved. With `together` the rows of the host's ranks are
+computed in one pass (gathered.py), every rank calls the operator at the same point, and `saved` has
+as many rows as fall to this one.
 """
 
 from __future__ import annotations
@@ -63,13 +63,15 @@ def runner(activation: str) -> Runner:
 def _retain(
     experts: Experts, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, lora: Lora | None
 ) -> Tensor:
-    return run(experts, x, top_k_index, top_k_weights, lora, retain=True)
+    together = gathered.together()
+    return run(experts, x, top_k_index, top_k_weights, lora, retain=True, together=together)
 
 
 def _recompute(
     experts: Experts, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, lora: Lora | None
 ) -> Tensor:
-    return run(experts, x, top_k_index, top_k_weights, lora, retain=False)
+    together = gathered.together()
+    return run(experts, x, top_k_index, top_k_weights, lora, retain=False, together=together)
 
 
 def run(
@@ -125,7 +127,9 @@ def experts_forward(
     """
     experts = _lookup(handle)
     progress.enter(experts.name, "forward")
-    hx, hi, hw, *factors = staging.to_host([_computable(x), top_k_index, top_k_weights, *lora])
+    hx, hi, hw, *factors = staging.to_host(
+        [_computable(x), top_k_index, top_k_weights, *_alike(lora)]
+    )
     adapter = _lora(factors, projections, scaling, dropout, seed)
     if together:
         out, saved = gathered.ranks().forward(experts, hx, hi, hw, adapter, save=save)
@@ -166,7 +170,7 @@ def experts_backward(
     experts = _lookup(handle)
     progress.enter(experts.name, "backward")
     hg, hx, hi, hw, *factors = staging.to_host(
-        [_computable(grad_out), _computable(x), top_k_index, top_k_weights, *lora]
+        [_computable(grad_out), _computable(x), top_k_index, top_k_weights, *_alike(lora)]
     )
     ranks = gathered.ranks() if together else None
     if ranks is None:
@@ -221,6 +225,15 @@ def _lora(
 
 def _computable(x: Tensor) -> Tensor:
     return x if x.dtype in (torch.bfloat16, torch.float32) else x.to(torch.float32)
+
+
+def _alike(factors: Sequence[Tensor]) -> list[Tensor]:
+    """LoRA factors in one dtype of the kernels: fp32 where they come in another, say fp16, or in
+    several.
+    """
+    if {t.dtype for t in factors} == {torch.bfloat16}:
+        return list(factors)
+    return [t.to(torch.float32) for t in factors]
 
 
 @experts_forward.register_fake

@@ -14,7 +14,9 @@ fp32 in the order of ranks, so repeating a pass repeats its bits.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -150,6 +152,24 @@ def owners(rows: Sequence[int], ranks: int) -> list[int]:
 
 def _seed(lora: Lora | None) -> int:
     return 0 if lora is None else lora.seed
+
+
+_together: ContextVar[bool] = ContextVar("kt_together", default=False)
+
+
+@contextmanager
+def in_one_pass(wanted: bool) -> Iterator[None]:
+    """Inside it, runners compute together with the host's other ranks, if wanted."""
+    token = _together.set(wanted)
+    try:
+        yield
+    finally:
+        _together.reset(token)
+
+
+def together() -> bool:
+    """Whether the runner that asks is inside `in_one_pass(True)`."""
+    return _together.get()
 
 
 _ranks: HostRanks | None = None

@@ -104,7 +104,7 @@ def adapt_parser(module: Any) -> None:
             _check_reentrant(model_args, module.read_args(args[0] if args else None))
             if kt_config_of(model_args).layer_major and training_args.do_train:
                 layer_major.check(training_args, finetuning_args)
-                layer_major.apply(training_args)
+                layer_major.apply(training_args, finetuning_args.stage)
             precision.choose(model_args, training_args, finetuning_args)
         else:
             _check_unused(model_args)

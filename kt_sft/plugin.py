@@ -19,7 +19,7 @@ from torch import nn
 
 from kt_core import hf
 from kt_core.module import KTExpertsLinear
-from kt_sft import autograd, cpu_fsdp, dist, groups, heap
+from kt_sft import autograd, cpu_fsdp, dist, fsdp_buffers, groups, heap, layer_major
 from kt_sft.checkpointing import retain_experts
 from kt_sft.config import KTConfig
 
@@ -37,6 +37,7 @@ def install() -> None:
         return
     import peft
     from accelerate.state import AcceleratorState
+    from accelerate.utils import fsdp_utils
     from peft.tuners.lora import LoraModel
     from peft.utils import hotswap
     from transformers import Trainer
@@ -54,6 +55,7 @@ def install() -> None:
         value_head.load_from_checkpoint,
         ["self", "resume_from_checkpoint", "model"],
     )
+    wrap(Trainer, "get_train_dataloader", layer_major.get_train_dataloader, ["self"])
     wrap(Trainer, "training_step", resume.training_step, ["self", "model", "inputs"])
     wrap(Trainer, "_maybe_log_save_evaluate", resume.after_step, ["self", "tr_loss"])
     wrap(Trainer, "save_model", resume.save_model, ["self", "output_dir", "_internal_call"])
@@ -80,6 +82,12 @@ def install() -> None:
         ["self", "save_directory", "safe_serialization", "selected_adapters"],
     )
     wrap(AcceleratorState, "__init__", cpu_fsdp.state_init, _ACCELERATOR_STATE)
+    wrap(
+        fsdp_utils,
+        "fsdp2_load_full_state_dict",
+        fsdp_buffers.load_full_state_dict,
+        ["accelerator", "model", "full_sd"],
+    )
     wrap(
         peft.PeftModel,
         "load_adapter",

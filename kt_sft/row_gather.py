@@ -10,7 +10,6 @@ there.
 
 from __future__ import annotations
 
-import functools
 import logging
 from datetime import timedelta
 from typing import Any
@@ -21,7 +20,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from kt_core.experts import Experts, Lora
 from kt_core.module import KTExpertsLinear
-from kt_sft import autograd, dist, gathered, progress
+from kt_sft import dist, gathered, progress
 from kt_sft.collective import gather, joined
 from kt_sft.config import KTConfig
 
@@ -45,7 +44,7 @@ class RowGather(TrainerCallback):
         self._together: bool | None = None  # the present forward, once its first layer is reached
         self._before: bool | None = None
         self._hooks: list[Any] = []
-        self._modules: list[KTExpertsLinear] = []
+        self._gatherings: list[_Gathering] = []
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kw: Any
@@ -62,9 +61,8 @@ class RowGather(TrainerCallback):
             return
         gathered.use(gathered.HostRanks(self._group))
         model: nn.Module = kw["model"]
-        self._modules = [m for m in model.modules() if isinstance(m, KTExpertsLinear)]
-        for module in self._modules:
-            module.runner = functools.partial(self._run, module)
+        modules = [m for m in model.modules() if isinstance(m, KTExpertsLinear)]
+        self._gatherings = [_Gathering(self, module) for module in modules]
         self._hooks = [
             model.register_forward_pre_hook(self._enter),
             model.register_forward_hook(self._leave),
@@ -76,9 +74,9 @@ class RowGather(TrainerCallback):
         """Every rank computes its own rows again."""
         for hook in self._hooks:
             hook.remove()
-        for module in self._modules:
-            module.runner = autograd.runner(self._config.activation)
-        self._hooks, self._modules = [], []
+        for gathering in self._gatherings:
+            gathering.remove()
+        self._hooks, self._gatherings = [], []
         gathered.use(None)
         if self._group is not None:
             distributed.destroy_process_group(self._group)
@@ -93,27 +91,47 @@ class RowGather(TrainerCallback):
         if not torch.is_grad_enabled():
             self._together = self._before
 
-    def _run(
+    def together(self, module: KTExpertsLinear, experts: Experts, rows: int) -> bool:
+        """Whether this call of `module`, with so many rows, is computed by all ranks."""
+        if not module.training:
+            return False
+        if self._together is None:
+            progress.enter(experts.name, "forward")  # where this rank is if another is lost
+            told = gathered.ranks().tell(rows)
+            mean = sum(n for (n,) in told) / len(told) / experts.num_experts
+            self._together = mean < GATHER_BELOW
+        return self._together
+
+
+class _Gathering:
+    """Stands before the runner of `module`, until remove(), and tells it whether to compute with
+    the other ranks.
+    """
+
+    def __init__(self, callback: RowGather, module: KTExpertsLinear) -> None:
+        self._callback: RowGather | None = callback
+        self._module, self._runner = module, module.runner
+        module.runner = self
+
+    def __call__(
         self,
-        module: KTExpertsLinear,
         experts: Experts,
         x: Tensor,
         top_k_index: Tensor,
         top_k_weights: Tensor,
         lora: Lora | None,
     ) -> Tensor:
-        """The Runner of `module`."""
-        if module.training and self._together is None:
-            progress.enter(experts.name, "forward")  # where this rank is if another is lost
-            told = gathered.ranks().tell(top_k_index.numel())
-            rows = sum(n for (n,) in told) / len(told) / experts.num_experts
-            self._together = rows < GATHER_BELOW
-        return autograd.run(
-            experts,
-            x,
-            top_k_index,
-            top_k_weights,
-            lora,
-            retain=self._config.activation == "retain",
-            together=module.training and bool(self._together),
-        )
+        """A Runner."""
+        if self._callback is None:
+            return self._runner(experts, x, top_k_index, top_k_weights, lora)
+        together = self._callback.together(self._module, experts, top_k_index.numel())
+        with gathered.in_one_pass(together):
+            return self._runner(experts, x, top_k_index, top_k_weights, lora)
+
+    def remove(self) -> None:
+        """Puts the runner back. Who has wrapped this one meanwhile keeps what it wrapped, which is
+        the runner from now on.
+        """
+        self._callback = None
+        if self._module.runner is self:
+            self._module.runner = self._runner

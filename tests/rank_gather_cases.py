@@ -172,7 +172,8 @@ def decisions(patch, script, activation="retain"):
     """
     rank = distributed.get_rank()
     experts = layer()
-    module = KTExpertsLinear(experts, layer_index=0)
+    own = autograd.runner(activation)
+    module = KTExpertsLinear(experts, runner=own, layer_index=0)
     model = Caller(module)
     callback = row_gather.RowGather(KTConfig(activation=activation))
     args = SimpleNamespace(ddp_timeout=60)
@@ -188,5 +189,56 @@ def decisions(patch, script, activation="retain"):
             else:
                 model((x, index, weights))
     callback.on_train_end(args, None, None)
-    assert module.runner is autograd.runner(activation) and gathered._ranks is None
+    assert module.runner is own and gathered._ranks is None
     return seen
+
+
+class Around:
+    """A runner around that of a module, as kt_core.adapter puts one."""
+
+    def __init__(self, module):
+        self.inner, self.calls = module.runner, 0
+        module.runner = self
+
+    def __call__(self, *args):
+        self.calls += 1
+        return self.inner(*args)
+
+
+def wrapped_runners(patch):
+    """What becomes of runners that others wrapped: before training, in it, and of one that did not
+    train through our operators; and which passes were gathered."""
+    experts = layer()
+    own = autograd.runner("recompute")
+    module = KTExpertsLinear(experts, runner=own, layer_index=0)
+    other = KTExpertsLinear(experts, runner=lambda *args: own(*args), layer_index=1)
+    foreign = other.runner
+    model = torch.nn.ModuleList([module, other])
+    before = Around(module)
+    seen = []
+    patch.setattr(autograd, "run", lambda *a, together, **k: (seen.append(together), a[1])[1])
+    callback = row_gather.RowGather(KTConfig())
+    args = SimpleNamespace(ddp_timeout=60)
+    x, index, weights, _ = batch(distributed.get_rank(), 4, list(range(E)))
+
+    def both():
+        seen.clear()
+        for m in model:
+            m(x, index, weights)
+        return list(seen)
+
+    model.train()
+    callback.on_train_begin(args, None, None, model=model)
+    during = both()
+    within = Around(other)
+    wrapped = both()
+    callback.on_train_end(args, None, None)
+    after = both()
+    kept = module.runner is before and before.inner is own and other.runner is within
+    calls = before.calls, within.calls
+    callback.on_train_begin(args, None, None, model=model)
+    again = both()
+    callback.on_train_end(args, None, None)
+    kept &= module.runner is before and other.runner is within
+    other.runner = foreign
+    return during, wrapped, after, again, calls, kept

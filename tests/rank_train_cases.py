@@ -134,14 +134,17 @@ def _loss(model, ids: torch.Tensor) -> torch.Tensor:
     return model(input_ids=ids, labels=ids).loss
 
 
-def _sharded(patch, model, **options):
-    """accelerate's FSDP2 around a model and its AdamW: (accelerator, model, optimizer)."""
+def _sharded(patch, model, efficient=False, **options):
+    """accelerate's FSDP2 around a model and its AdamW: (accelerator, model, optimizer).
+
+    efficient: the ranks get what the first one has (fsdp_cpu_ram_efficient_loading)."""
     sharding = FullyShardedDataParallelPlugin(
         fsdp_version=2,
         auto_wrap_policy="transformer_based_wrap",
         transformer_cls_names_to_wrap=["Qwen3MoeDecoderLayer"],
         reshard_after_forward=True,
         state_dict_type="FULL_STATE_DICT",
+        cpu_ram_efficient_loading=efficient,
     )
     accelerator = Accelerator(cpu=True, fsdp_plugin=sharding, **options)
     optimizer = torch.optim.AdamW(list(cases.trained(model).values()), lr=1e-2)
@@ -208,6 +211,47 @@ def fsdp_against_one_process(patch, engine, path, adapter, out):
         tuned = model(input_ids=ids).logits
     distributed.barrier()
     return found, full, tuned
+
+
+def buffers_of_every_kind(patch, path):
+    """What ranks get of persistent buffers that the first has: (values and dtypes by name, names
+    that the state dict lacks, whether two forwards agree)."""
+    model = cases.adapted(cases.load(Path(path))).train()
+    rank, ids = distributed.get_rank(), cases.token_ids(2, 24)
+    inner = model.get_base_model()
+    kinds = {
+        "fp32": torch.tensor([0.1, -0.2, 1e-30]),
+        "scalar": torch.tensor(3, dtype=torch.int64),
+        "flags": torch.tensor([[True, False], [False, True]]),
+        "narrow": torch.randn(5, generator=torch.Generator().manual_seed(0)).bfloat16(),
+        "nothing": torch.empty(0),
+    }
+    owners = [inner, inner.model.layers[0], inner.model.layers[1].mlp.gate]
+    for owner in owners:
+        for name, value in kinds.items():
+            # in another dtype where nothing was read, as transformers may have it
+            held = value.clone() if rank == 0 else torch.zeros_like(value, dtype=torch.float16)
+            owner.register_buffer(name, held)
+        owner.register_buffer("own", torch.full([2], float(rank)), persistent=False)
+    before = float(_loss(model, ids))
+    accelerator, model, _ = _sharded(patch, model, efficient=True)
+    after = float(_loss(model, ids))
+    state = accelerator.get_state_dict(model)
+    got = {n: b for n, b in model.named_buffers() if n.rpartition(".")[2] in {*kinds, "own"}}
+    wrong = [
+        name
+        for name, b in got.items()
+        for want in [kinds.get(name.rpartition(".")[2], torch.full([2], float(rank)))]
+        if b.dtype != want.dtype or not torch.equal(b, want)
+    ]
+    kept = [n for n in got if n in state]
+    return {
+        "wrong": wrong,
+        "buffers": len(got),
+        "in the state dict": len(kept) if rank == 0 else len(owners) * len(kinds),
+        "not persistent": sum(n.endswith("own") for n in kept),
+        "loss": after - before,
+    }
 
 
 def unlike_routing(patch, path, adapter, wrapper, empty):

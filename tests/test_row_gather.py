@@ -164,6 +164,13 @@ def test_what_is_gathered(two_ranks):
     assert seen[0] == wanted
 
 
+def test_runners_that_others_wrapped_stay(two_ranks):
+    for answer in two_ranks.run("wrapped_runners"):
+        during, wrapped, after, again, calls, kept = answer
+        assert during == wrapped == again == [True, True] and after == [False, False]
+        assert calls == (3, 2) and kept
+
+
 # --------------------------------------------------------------------------- through LLaMA-Factory
 
 

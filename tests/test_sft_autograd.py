@@ -107,6 +107,48 @@ def test_retain_and_recompute_agree_and_only_retain_saves(case):
         assert torch.equal(kept, again) if exact else _error(kept, again) < 1e-6
 
 
+FACTOR_DTYPES = {
+    "fp16": (torch.float16, torch.float16),
+    "bf16": (torch.bfloat16, torch.bfloat16),
+    "fp64": (torch.float64, torch.float64),
+    "mixed": (torch.bfloat16, torch.float32),
+}
+
+
+@pytest.mark.parametrize("activation", ["retain", "recompute"])
+@pytest.mark.parametrize("kind", FACTOR_DTYPES)
+def test_factors_of_any_dtype(case, kind, activation):
+    """Values that all of them hold: the results of fp32 factors, gradients in the factors' own
+    dtypes, and in the activations' (a model in fp16 has both in it)."""
+    of_a, of_b = FACTOR_DTYPES[kind]
+    x, index, w = case.inputs()
+    lora = case.lora()
+    plain = Lora(  # bf16 values that fp16 holds as well
+        {p: t.detach().half().bfloat16().float().requires_grad_() for p, t in lora.a.items()},
+        {p: t.detach().half().bfloat16().float().requires_grad_() for p, t in lora.b.items()},
+        lora.scaling,
+    )
+    cast = Lora(
+        {p: t.detach().to(of_a).requires_grad_() for p, t in plain.a.items()},
+        {p: t.detach().to(of_b).requires_grad_() for p, t in plain.b.items()},
+        lora.scaling,
+    )
+    found = []
+    for used in (plain, cast):
+        half = kind == "fp16" and used is cast
+        given = x.detach().to(torch.float16 if half else torch.float32).requires_grad_()
+        leaves = [given, w, *used.a.values(), *used.b.values()]
+        out = case.run(activation, given, index, w, used)
+        grads = torch.autograd.grad(out.float().square().sum(), leaves)
+        assert all(g.dtype == t.dtype for g, t in zip(grads, leaves, strict=True))
+        with torch.no_grad():
+            assert torch.equal(case.run(activation, given, index, w, used), out)
+        found.append([out, *grads])
+    bar = 1e-6 if kind == "fp64" else 4e-3  # the others round gradients, fp16 x and out too
+    for want, got in zip(*found, strict=True):
+        assert _error(got.float(), want) <= bar
+
+
 def test_nothing_is_saved_without_gradients(case, monkeypatch):
     asked = []
     original = case.layer.forward

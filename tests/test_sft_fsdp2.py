@@ -119,6 +119,45 @@ def test_resume(kind, root, two_ranks):
         lf_cases.run(rest)
 
 
+def test_persistent_buffers_of_every_kind(tmp_path, two_ranks):
+    """As the first rank has them: values, dtypes, whole, and in the state dict as before."""
+    path = cases.checkpoint(tmp_path)
+    for answer in two_ranks.run("buffers_of_every_kind", path=path):
+        assert answer.pop("loss") == pytest.approx(0, abs=1e-6)
+        assert answer == {
+            "wrong": [],
+            "buffers": 18,
+            "in the state dict": 15,
+            "not persistent": 0,
+        }
+
+
+def test_a_router_with_a_buffer_trains_saves_and_resumes(tmp_path, two_ranks):
+    """DeepSeek-V3's e_score_correction_bias, with the settings of fsdp2_cpu.yaml: the losses of one
+    process, and 4 steps against 2 and 2 more."""
+    root = lf_cases.workspace(tmp_path, "deepseek_v3", dtype=torch.float32)
+    tensors = safetensors.torch.load_file(root / "model" / "model.safetensors")
+    biases = [name for name in tensors if name.endswith("e_score_correction_bias")]
+    assert len(biases) == 2  # large enough to decide which experts are chosen
+    for number, name in enumerate(biases):
+        generator = torch.Generator().manual_seed(number)
+        tensors[name] = torch.randn(tensors[name].shape, generator=generator)
+    safetensors.torch.save_file(tensors, root / "model" / "model.safetensors", {"format": "pt"})
+    alone = lf_cases.arguments(root, "alone", gradient_accumulation_steps=4)
+    lf_cases.run(alone)
+    whole = lf_cases.arguments(root, "whole", save_steps=2, save_strategy="steps")
+    before, _ = losses(two_ranks, whole)
+    assert before == pytest.approx(lf_cases.losses(alone["output_dir"]), rel=1e-3)
+    checkpoint = Path(whole["output_dir"]) / "checkpoint-2"
+    rest = lf_cases.arguments(root, "rest", resume_from_checkpoint=str(checkpoint))
+    after, _ = losses(two_ranks, rest)
+    assert after[2:] == before[2:]
+    a, b = (
+        safetensors.torch.load_file(Path(r["output_dir"]) / WEIGHTS_FILE) for r in (whole, rest)
+    )
+    assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
 @pytest.mark.slow
 def test_dpo_under_fsdp2(root, two_ranks):
     dpo = {"stage": "dpo", "dataset": "dpo", "gradient_accumulation_steps": 1}
