@@ -19,6 +19,8 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
+from kt_sft import stages
+
 log = logging.getLogger("kt")
 
 _STAGES = ("pt", "sft", "dpo", "rm")
@@ -126,14 +128,12 @@ def _check_loss(trainer: Any, stage: str) -> None:
             f"{type(_inner(trainer)).__name__}, which LLaMA-Factory trains by the mean of every "
             "micro-batch (it has a processor, or takes no number of tokens); remove layer_major"
         )
-    config = _inner(trainer).config
-    for part in (config, config.get_text_config()):
-        if vars(part).get("output_router_logits"):
-            raise ValueError(
-                "kt_config.layer_major=true would change the loss of a model with a router loss "
-                "(output_router_logits=true in its config, by moe_aux_loss_coef or its "
-                "config.json), which is added once per micro-batch; remove one of them"
-            )
+    if stages.has_router_loss(_inner(trainer).config):
+        raise ValueError(
+            "kt_config.layer_major=true would change the loss of a model with a router loss "
+            "(output_router_logits=true in its config, by moe_aux_loss_coef or its config.json), "
+            "which is added once per micro-batch; remove one of them"
+        )
 
 
 def _inner(trainer: Any) -> Any:

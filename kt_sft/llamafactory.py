@@ -101,7 +101,7 @@ def adapt_parser(module: Any) -> None:
             _print_sentences()
             _show_log(training_args)
             check_run(model_args, training_args, finetuning_args)
-            _check_reentrant(model_args, module.read_args(args[0] if args else None))
+            _choose_reentrant(model_args, module.read_args(args[0] if args else None))
             if kt_config_of(model_args).layer_major and training_args.do_train:
                 layer_major.check(training_args, finetuning_args)
                 layer_major.apply(training_args, finetuning_args.stage)
@@ -173,6 +173,9 @@ def adapt_loader(module: Any) -> None:
         base = next(m for m in model.modules() if isinstance(m, PreTrainedModel))
         plugin.prepare(base, config)
         loss.in_blocks(base)
+        if is_trainable:
+            reentrant = config.activation == "recompute" and model_args.use_reentrant_gc
+            stages.check_model(model, model_args, finetuning_args, reentrant=reentrant)
         return model
 
     module.load_model = load_model
@@ -292,17 +295,19 @@ def check_run(model_args: Any, training_args: Any, finetuning_args: Any) -> None
         training_args._n_gpu = 1
 
 
-def _check_reentrant(model_args: Any, given: dict[str, Any] | list[str]) -> None:
-    """use_reentrant_gc is True by default, and `retain` then switches it off; whoever asks for it
-    must know. `given`: the user's own arguments, a mapping or a command line.
+def _choose_reentrant(model_args: Any, given: dict[str, Any] | list[str]) -> None:
+    """use_reentrant_gc is True by default, but reentrant checkpoints lose the gradient of a router
+    loss and cannot `retain`: they are for those who ask for them. `given`: the user's own
+    arguments, a mapping or a command line.
     """
     words = given if isinstance(given, dict) else [word.lstrip("-").split("=")[0] for word in given]
-    if (
-        "use_reentrant_gc" in words
-        and model_args.use_reentrant_gc
-        and not model_args.disable_gradient_checkpointing
-        and kt_config_of(model_args).activation == "retain"
-    ):
+    retains = kt_config_of(model_args).activation == "retain"
+    if "use_reentrant_gc" not in words:
+        if not retains:  # retain_experts switches it off, and says so
+            model_args.use_reentrant_gc = False
+        return
+    checkpoints = not model_args.disable_gradient_checkpointing
+    if model_args.use_reentrant_gc and checkpoints and retains:
         raise ValueError(
             "use_reentrant_gc=True cannot keep expert activations (activation=retain); remove it "
             "or set kt_config.activation: recompute"

@@ -9,10 +9,13 @@ our experts. So run_sft is run with use_kt off, and load_model, which is ours, i
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
+
+log = logging.getLogger("kt")
 
 STAGES = ("pt", "sft", "rm", "dpo", "kto")
 
@@ -62,6 +65,39 @@ def check(model_args: Any, finetuning_args: Any) -> None:
         raise ValueError(
             "additional_target=experts asks for a trainable copy of all experts, which use_kt "
             "keeps frozen; name experts in lora_target instead"
+        )
+
+
+def has_router_loss(config: Any) -> bool:
+    """Whether a model of this transformers config adds a router loss to its own loss."""
+    parts = (config, config.get_text_config())
+    return any(bool(vars(part).get("output_router_logits")) for part in parts)
+
+
+def check_model(model: Any, model_args: Any, finetuning_args: Any, *, reentrant: bool) -> None:
+    """What shows with a loaded model and its adapters only. Raises ValueError, in one sentence, for
+    an optimizer that has no rule for the experts' factors; warns of a router loss without gradient
+    (`reentrant`: gradient checkpoints are).
+    """
+    from transformers import PreTrainedModel
+
+    from kt_sft.lora import KTExpertsLoraLinear
+
+    factors = [n for n, m in model.named_modules() if isinstance(m, KTExpertsLoraLinear)]
+    for option in ("use_muon", "use_adam_mini"):
+        if factors and vars(finetuning_args)[option]:
+            raise ValueError(
+                f"{option}=True has a rule for matrices, but the LoRA factors of {factors[0]} are "
+                f"stacks of one per expert, which it would not treat so; remove {option}, or name "
+                "no experts in lora_target"
+            )
+    base = next(m for m in model.modules() if isinstance(m, PreTrainedModel))
+    checkpoints = not model_args.disable_gradient_checkpointing
+    if checkpoints and has_router_loss(base.config) and (reentrant or model_args.use_unsloth_gc):
+        log.warning(
+            "kt: %s=True keeps no gradient of the router loss, as in stock LLaMA-Factory; remove "
+            "it to train with that gradient",
+            "use_unsloth_gc" if model_args.use_unsloth_gc else "use_reentrant_gc",
         )
 
 

@@ -8,6 +8,7 @@ dtype of the checkpoint), so that nothing but the experts rounds to bf16.
 from __future__ import annotations
 
 import json
+import logging
 
 import lf_cases
 import pytest
@@ -78,19 +79,30 @@ def test_packing_against_padding(engine, root):
     assert packed == pytest.approx(padded, rel=BARS[engine])
 
 
-def test_f5_checkpointing_on_and_off_give_the_same_bits(root):
-    """Losses and the adapter, with dropout, whatever is kept or computed again."""
+@pytest.mark.parametrize("router_loss", [None, 1.0])
+def test_f5_checkpointing_on_and_off_give_the_same_bits(router_loss, root, caplog, monkeypatch):
+    """Losses and the adapter, with dropout, whatever is kept or computed again. Reentrant
+    checkpoints lose the gradient of a router loss, as in stock: whoever asks for them is told."""
+    monkeypatch.setattr(logging.getLogger("kt"), "propagate", True)
     runs = {
         "off": {"disable_gradient_checkpointing": True},
         "retain": {},
         "recompute": {"kt_cpu_activation": "recompute"},
-        "not reentrant": {"kt_cpu_activation": "recompute", "use_reentrant_gc": False},
+        "reentrant": {"kt_cpu_activation": "recompute", "use_reentrant_gc": True},
     }
     results = {}
     for name, changes in runs.items():
-        losses = _losses(root, name, lora_dropout=0.1, max_steps=3, **changes)
+        caplog.clear()
+        changes |= {"lora_dropout": 0.1, "max_steps": 3, "moe_aux_loss_coef": router_loss}
+        losses = _losses(root, name, **changes)
         results[name] = losses, safetensors.torch.load_file(root / name / WEIGHTS_FILE)
+        lost = router_loss is not None and name == "reentrant"
+        assert ("use_reentrant_gc=True keeps no gradient of the router loss" in caplog.text) == lost
     losses, tensors = results.pop("off")
+    if router_loss is not None:
+        others, adapter = results.pop("reentrant")
+        assert others[0] == losses[0] and others[1:] != losses[1:]
+        assert not all(torch.equal(adapter[key], tensors[key]) for key in tensors)
     for name, (others, adapter) in results.items():
         assert others == losses, name
         assert all(torch.equal(adapter[key], tensors[key]) for key in tensors), name

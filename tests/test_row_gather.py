@@ -247,7 +247,7 @@ def test_f5_recomputation_repeats_the_bits(root, two_ranks):
         "off": (1, {"disable_gradient_checkpointing": True}),
         "retain": (1, {}),
         "recompute": (2, recompute),
-        "not reentrant": (2, recompute | {"use_reentrant_gc": False}),
+        "reentrant": (2, recompute | {"use_reentrant_gc": True}),
     }
     results = []
     for name, (forwards, changes) in runs.items():

@@ -258,6 +258,24 @@ def test_rslora_scales_the_experts(root):
     assert losses[0][0] == losses[1][0] and losses[0][2] != losses[1][2]
 
 
+@pytest.mark.parametrize("option", ["use_muon", "use_adam_mini"])
+def test_optimizers_with_a_rule_for_matrices(option, root, monkeypatch):
+    """The experts' factors are stacks of matrices, which LLaMA-Factory's Muon would leave to AdamW:
+    refused. Attention alone trains."""
+    import llamafactory.hparams.parser as parser
+
+    monkeypatch.setattr(parser, "check_version", lambda *args, **kw: None)  # adam_mini is not here
+    with pytest.raises(ValueError, match=rf"{option}=True .* mlp\.experts are .*; remove {option}"):
+        _run(root, "matrices", max_steps=1, **{option: True})
+    if option == "use_muon":
+        out = _run(root, "matrices", max_steps=1, use_muon=True, lora_target="q_proj,v_proj")
+        tensors = load_file(out / WEIGHTS_FILE)
+        # Muon's update is close to orthogonal: of B, every column gets one of the same length
+        b = tensors["base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"]
+        lengths = b.norm(dim=0)
+        assert lengths.min() > 0.4 * lengths.max() > 0
+
+
 def test_loraplus_steps_b_of_the_experts_further(root):
     """Adam's first step moves every element by its learning rate, and B starts at 0."""
     moved = {}
