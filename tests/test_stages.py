@@ -265,7 +265,7 @@ def test_optimizers_with_a_rule_for_matrices(option, root, monkeypatch):
     import llamafactory.hparams.parser as parser
 
     monkeypatch.setattr(parser, "check_version", lambda *args, **kw: None)  # adam_mini is not here
-    with pytest.raises(ValueError, match=rf"{option}=True .* mlp\.experts are .*; remove {option}"):
+    with pytest.raises(ValueError, match=rf"{option}=True .*mlp\.experts are .*; remove {option}"):
         _run(root, "matrices", max_steps=1, **{option: True})
     if option == "use_muon":
         out = _run(root, "matrices", max_steps=1, use_muon=True, lora_target="q_proj,v_proj")
