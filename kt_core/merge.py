@@ -69,6 +69,7 @@ def merge(
     out_dir: str | os.PathLike[str],
     *,
     dtype: torch.dtype | None = None,
+    tokens: int | None = None,
     trust_remote_code: bool = False,
 ) -> None:
     """Writes the checkpoint `model_dir` with the adapter's delta added to its weights into the new
@@ -78,8 +79,9 @@ def merge(
     scaling * B @ A is computed in fp32 and rounded once). Modules that were trained whole
     (modules_to_save) take the place of the base's, also with more rows for new tokens. Where input
     embeddings and head were tied and the adapter makes them differ, the head is written too and
-    config.json says that they are not tied. Raises ValueError for an adapter that does not fit, as
-    `load_adapter` does; `out_dir` appears only when complete.
+    config.json says that they are not tied. `tokens` is the size of the tokenizer that will go with
+    the result, refused where the embeddings have fewer rows. Raises ValueError for an adapter that
+    does not fit, as `load_adapter` does; `out_dir` appears only when complete.
     """
     source, out, where = Path(model_dir), Path(out_dir), os.fspath(adapter_dir)
     if out.exists():
@@ -89,7 +91,15 @@ def merge(
     data = read_adapter(adapter_dir, hidden=bones.model.config.get_text_config().hidden_size)
     layouts = find_experts(bones.model) if data.experts else []
     site = site_of(bones.model, {layout.name: layout.shape for layout in layouts})
-    plan = _plan(fit(data, site, where), site, checkpoint.Source(files), bones, where)
+    fitted = fit(data, site, where)
+    rows = fitted.token_rows or site.parameters[site.tokens[0]][0]
+    if tokens is not None and rows < tokens:
+        raise ValueError(
+            f"the tokenizer has {tokens} tokens but the merged embeddings would have {rows} rows; "
+            f"{where} was trained without these new tokens: remove them, or train it with "
+            "resize_vocab"
+        )
+    plan = _plan(fitted, site, checkpoint.Source(files), bones, where)
     config = json.loads((source / "config.json").read_text())
     merged_files.describe(config, rows=plan.rows, untied=bool(plan.new), dtype=dtype)
     temporary = out.with_name(f".{out.name}.merging")

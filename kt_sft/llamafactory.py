@@ -160,6 +160,7 @@ def adapt_loader(module: Any) -> None:
         from kt_sft import plugin
 
         config = kt_config_of(model_args)
+        _check_adapters(model_args)
         if model_args.device_map == "auto":  # computed as if the experts were on the devices
             model_args.device_map = {"": _device()}
         # `all` picks by class and leaf name, and in some families the router is a Linear
@@ -249,6 +250,7 @@ def check_run(model_args: Any, training_args: Any, finetuning_args: Any) -> None
             "set finetuning_type: lora"
         )
     stages.check(model_args, finetuning_args)
+    _check_adapters(model_args)
     if finetuning_args.stage == "rm" and uses_fsdp(training_args):
         raise ValueError(
             "stage=rm cannot run under FSDP: trl's value head hides the other weights from "
@@ -264,7 +266,7 @@ def check_run(model_args: Any, training_args: Any, finetuning_args: Any) -> None
         raise ValueError(
             "create_new_adapter=True needs the old adapter merged into the packed experts, which "
             "use_kt cannot do; "
-            "merge it first with kt_core.adapter.merge, or continue it without create_new_adapter"
+            "merge it first with llamafactory-cli export, or continue it without create_new_adapter"
         )
     if config.activation == "retain" and model_args.use_unsloth_gc:
         raise ValueError(
@@ -387,6 +389,15 @@ def _leave_cpu_fsdp() -> None:
     from kt_sft import cpu_fsdp  # imports accelerate
 
     cpu_fsdp.want(False)
+
+
+def _check_adapters(model_args: Any) -> None:
+    names = model_args.adapter_name_or_path or []
+    if len(names) > 1:
+        raise ValueError(
+            f"adapter_name_or_path={','.join(names)} names {len(names)} adapters, of which use_kt "
+            "loads one; merge the others into the base model first, with llamafactory-cli export"
+        )
 
 
 def _check_load(model_args: Any, config: KTConfig) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import lf_cases
+import models
 import pytest
 import sft_cases as cases
 import torch
@@ -144,12 +146,162 @@ def test_export_of_new_tokens_and_of_a_value_head(root):
     AutoModelForCausalLM.from_pretrained(out)
 
 
+def _tensors(directory):
+    out = {}
+    for file in Path(directory).glob("*.safetensors"):
+        out |= load_file(file)
+    return out
+
+
+def _same_as_stock(root, adapters, name, **options):
+    """Our export and LLaMA-Factory's own give the same tensors and the same config."""
+    ours = _export(root, adapters, f"{name}-ours", infer_dtype="float32", **options)
+    stock = _export(root, adapters, f"{name}-stock", infer_dtype="float32", use_kt=None, **options)
+    mine, theirs = _tensors(ours), _tensors(stock)
+    assert mine.keys() == theirs.keys()
+    for key, tensor in mine.items():
+        assert torch.allclose(tensor, theirs[key], atol=2e-6), key
+    configs = [json.loads((d / "config.json").read_text()) for d in (ours, stock)]
+    for key in ("tie_word_embeddings", "vocab_size"):
+        assert configs[0][key] == configs[1][key]
+    assert (ours / "Modelfile").read_text() == (stock / "Modelfile").read_text()
+    assert len(AutoTokenizer.from_pretrained(ours)) == len(AutoTokenizer.from_pretrained(stock))
+    return ours
+
+
+@pytest.fixture(scope="module")
+def tied(tmp_path_factory):
+    where = tmp_path_factory.mktemp("tied")
+    return lf_cases.workspace(where, tie_word_embeddings=True, dtype=torch.float32, vocab_size=300)
+
+
+WORDS = {"add_special_tokens": "<|new1|>,<|new2|>", "resize_vocab": True}
+
+
+@pytest.mark.parametrize(
+    ("name", "training", "options"),
+    [
+        ("embed", {"additional_target": "embed_tokens"}, {}),
+        ("both", {"additional_target": "embed_tokens,lm_head"}, {}),
+        ("words", WORDS, WORDS),
+        ("add", {"add_tokens": "kuchen,torte"}, {"add_tokens": "kuchen,torte"}),
+    ],
+)
+def test_a_tied_model_is_exported_as_stock_does(name, training, options, tied):
+    """Tied embeddings, of which the training changes one or both, or to which it adds tokens."""
+    args = lf_cases.arguments(tied, name, max_steps=1, **training)
+    lf_cases.run(args)
+    out = _same_as_stock(tied, args["output_dir"], name, **options)
+    assert json.loads((out / "config.json").read_text())["tie_word_embeddings"] is False
+
+
+def test_adapters_below_and_beside_one_another(tied):
+    """adapter_folder is a folder below the adapter, in export as in every other command; two
+    adapters are merged one after the other."""
+    for name, seed in (("first", 5), ("second", 9)):
+        lf_cases.run(lf_cases.arguments(tied, name, max_steps=2, seed=seed))
+    first, second, nest = tied / "first", tied / "second", tied / "nest"
+    shutil.copytree(first, nest)
+    shutil.copytree(second, nest / "below")
+    below = _same_as_stock(tied, nest, "below", adapter_folder="below")
+    expected = _tensors(_export(tied, second, "direct", infer_dtype="float32"))
+    other = _tensors(_export(tied, nest, "above", infer_dtype="float32"))
+    assert all(torch.equal(t, expected[k]) for k, t in _tensors(below).items())
+    assert any(not torch.equal(t, expected[k]) for k, t in other.items())
+    both = _tensors(_same_as_stock(tied, f"{first},{second}", "two"))
+    base = _tensors(tied / "model")
+    for key, weight in base.items():
+        added = (expected[key] - weight) + (other[key] - weight)
+        assert torch.allclose(both[key], weight + added, atol=1e-6)
+    assert not list(tied.glob(".two*"))
+    again = lf_cases.arguments(tied, "again", adapter_name_or_path=str(nest), max_steps=1)
+    lf_cases.run(again | {"adapter_folder": "below"})  # training continues the one below
+    started = lf_cases.arguments(tied, "started", adapter_name_or_path=str(second), max_steps=1)
+    lf_cases.run(started)
+    assert lf_cases.losses(again["output_dir"]) == lf_cases.losses(started["output_dir"])
+
+
+def test_two_adapters_are_refused_where_one_is_loaded(root, tuned):
+    from llamafactory.chat import ChatModel
+
+    message = "names 2 adapters, of which use_kt loads one; merge the others"
+    two = {"adapter_name_or_path": f"{tuned},{tuned}"}
+    with pytest.raises(ValueError, match=message):
+        lf_cases.run(lf_cases.arguments(root, "never", **two))
+    with pytest.raises(ValueError, match=message):
+        args = {"model_name_or_path": str(root / "model"), "template": "chatml", "use_kt": True}
+        ChatModel(args | two)
+
+
+def test_only_what_describes_the_merged_model_is_copied(root, tuned, tmp_path):
+    base = tmp_path / "base"
+    shutil.copytree(root / "model", base)
+    kept = {
+        "generation_config.json": "{}",
+        "preprocessor_config.json": "{}",
+        "video_preprocessor_config.json": "{}",
+        "chat_template.jinja": "x",
+        "tokenizer.model": "x",
+        "merges.txt": "x",
+        "LICENSE": "x",
+        "NOTICE.txt": "x",
+        "additional_chat_templates/tool.jinja": "x",
+    }
+    dropped = (
+        "pytorch_model.bin",
+        "pytorch_model.bin.index.json",
+        "model-q4.gguf",
+        "consolidated.safetensors",
+        "consolidated.00.pth",
+        "model.safetensors.index.json",  # transformers reads model.safetensors where that is
+        "params.json",
+        "onnx/model.onnx",
+        "original/params.json",
+        "flax_model.msgpack",
+        "tf_model.h5",
+        "training_args.bin",
+        "README.md",
+        ".gitattributes",
+        "modeling_mine.py",
+        "an_adapter/adapter_model.safetensors",
+    )
+    for name in (*kept, *dropped):
+        (base / name).parent.mkdir(exist_ok=True)
+        (base / name).write_text(kept.get(name, "old weights"))
+    adapter.merge(base, tuned, tmp_path / "merged")
+    there = {
+        f.relative_to(tmp_path / "merged").as_posix() for f in (tmp_path / "merged").rglob("*")
+    }
+    tokenizer = {f.name for f in (root / "model").glob("*token*")}
+    files = {*kept, *tokenizer, "config.json", "model.safetensors", "additional_chat_templates"}
+    assert there == files
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(
+        json.dumps(config | {"auto_map": {"AutoTokenizer": "modeling_mine.Mine"}})
+    )
+    adapter.merge(base, tuned, tmp_path / "code")
+    assert (tmp_path / "code" / "modeling_mine.py").is_file()
+
+
+def test_half_precision_is_that_of_the_checkpoint(root, tuned, tmp_path):
+    base = tmp_path / "half"
+    models.build("qwen3_moe", base, tokenizer=True, vocab_size=300, dtype=torch.float16)
+    out = _export(root, tuned, "half", model_name_or_path=str(base))
+    assert {t.dtype for t in _tensors(out).values()} == {torch.float16}
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"export_dir": None}, "export_dir is missing"),
-        ({"adapter_name_or_path": None}, "does not name one adapter to merge"),
+        ({"adapter_name_or_path": None}, "adapter_name_or_path is missing"),
         ({"export_size": 1}, "export_size=1 is not supported with use_kt; remove it: the base"),
+        ({"rope_scaling": "linear"}, "rope_scaling='linear' is not supported with use_kt; remove"),
+        ({"use_kv_cache": False}, "use_kv_cache=False is not supported with use_kt; remove it"),
+        (
+            {"add_tokens": ",".join(f"<{i}>" for i in range(41))},
+            "has 303 tokens but the merged embeddings would have 300 rows",
+        ),
         ({"export_hub_model_id": "a/b"}, "export_hub_model_id='a/b' is not supported"),
         ({"export_dir": "model"}, "exists; give a directory that does not"),
     ],

@@ -47,7 +47,7 @@ REFUSED = {
     "unsloth checkpoints": ({"use_unsloth_gc": True}, "cannot keep expert activations"),
     "a new adapter on an old one": (
         {"create_new_adapter": True, "adapter_name_or_path": "x"},
-        "merge it first with kt_core.adapter.merge",
+        "merge it first with llamafactory-cli export",
     ),
     "fsdp of one process without a GPU": (
         {"fsdp": "full_shard", "fsdp_config": {"version": 2}},
