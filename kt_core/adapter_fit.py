@@ -8,6 +8,7 @@ another shape or a gap, and gives the rest by meaning.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,7 @@ from kt_core.adapter_format import (
 from kt_core.adapter_rules import ends, picked_by, picks_expert
 from kt_core.checkpoint import Shape
 from kt_core.module import KTExpertsLinear, is_linear
+from kt_core.text_part import Names, names_between
 
 _LIMITS = ("layers_to_transform", "layers_pattern", "exclude_modules", "target_parameters")
 
@@ -36,7 +38,7 @@ class Site:
 
     name: class of the model. experts: experts modules. parameters: shapes of all other parameters
     and buffers. linears, embeddings: module paths. tokens: the parameters with one row per token,
-    input first. tied: parameter -> the one that it is the same as.
+    input first. tied: parameter -> the one that it is the same as. decoder: path of the text part.
     """
 
     name: str
@@ -46,6 +48,7 @@ class Site:
     embeddings: frozenset[str]
     tokens: tuple[str, ...]
     tied: Mapping[str, str]
+    decoder: str
 
 
 @dataclass(frozen=True)
@@ -91,7 +94,12 @@ def site_of(model: Any, experts: Mapping[str, Shape] | None = None) -> Site:
         embeddings=frozenset(embeddings),
         tokens=tuple(_token_weights(model)),
         tied=dict(model.all_tied_weights_keys),
+        decoder=_path_of(model, model.get_decoder()),
     )
+
+
+def _path_of(model: nn.Module, part: nn.Module) -> str:
+    return next((plain(name) for name, module in model.named_modules() if module is part), "")
 
 
 def _token_weights(model: Any) -> Iterable[str]:
@@ -102,12 +110,82 @@ def _token_weights(model: Any) -> Iterable[str]:
                 break
 
 
+def names_of(data: AdapterData, site: Site) -> Names:
+    """How the adapter and the model call the same modules."""
+    known = {*site.experts, *(name.rpartition(".")[0] for name in site.parameters)}
+    return names_between([*data.experts] or [*data.dense, *data.embeddings], known, site.decoder)
+
+
+def translated(data: AdapterData, names: Names) -> AdapterData:
+    """`data` with the model's names; its config keeps the adapter's."""
+    return dataclasses.replace(
+        data,
+        experts={names.to_ours(k): v for k, v in data.experts.items()},
+        dense={names.to_ours(k): v for k, v in data.dense.items()},
+        embeddings={names.to_ours(k): v for k, v in data.embeddings.items()},
+        extra={names.to_ours(k): v for k, v in data.extra.items()},
+    )
+
+
 def fit(data: AdapterData, site: Site, where: str) -> Fitted:
-    """`data` as it applies to the model of `site`.
+    """`data` as it applies to the model of `site`, by the model's names; the adapter may be of
+    another class of the same checkpoint (text_part.py).
 
     Raises ValueError, naming the tensor, for an adapter of another model, a shape that does not
     fit, or a file in which something is missing that its config promises.
     """
+    names = names_of(data, site)
+    if names.same:
+        return _fit(data, site, where)
+    if names.other_class:
+        _check_text_only(data, site, names, where)
+    # Targets and patterns of the config are in the adapter's own names, so the judging is too.
+    fitted = _fit(data, _in_their_names(site, names), where)
+    return dataclasses.replace(
+        fitted,
+        experts={names.to_ours(k): v for k, v in fitted.experts.items()},
+        dense={names.to_ours(k): v for k, v in fitted.dense.items()},
+        embeddings={names.to_ours(k): v for k, v in fitted.embeddings.items()},
+        values={names.to_ours(k): v for k, v in fitted.values.items()},
+        rows={names.to_ours(k): v for k, v in fitted.rows.items()},
+    )
+
+
+def _in_their_names(site: Site, names: Names) -> Site:
+    """`site` as the adapter's class would call it, without the parts that this class lacks."""
+    top = {name.rpartition(".")[0] for name in site.tokens}
+
+    def kept(name: str) -> bool:
+        return not names.other_class or names.is_text(name) or name.rpartition(".")[0] in top
+
+    def module_kept(path: str) -> bool:
+        return kept(path) or path in top
+
+    return dataclasses.replace(
+        site,
+        experts={names.to_theirs(k): v for k, v in site.experts.items()},
+        parameters={names.to_theirs(k): v for k, v in site.parameters.items() if kept(k)},
+        linears=frozenset(names.to_theirs(p) for p in site.linears if module_kept(p)),
+        embeddings=frozenset(names.to_theirs(p) for p in site.embeddings if module_kept(p)),
+        tokens=tuple(names.to_theirs(name) for name in site.tokens),
+        tied={names.to_theirs(k): names.to_theirs(v) for k, v in site.tied.items()},
+        decoder=names.theirs,
+    )
+
+
+def _check_text_only(data: AdapterData, site: Site, names: Names, where: str) -> None:
+    """Raises ValueError for what lies outside of the text part, in an adapter of another class."""
+    top = {name.rpartition(".")[0] for name in site.tokens}
+    for path in (*data.experts, *data.dense, *data.embeddings):
+        if not path.startswith(f"{names.theirs}.") and path not in top:
+            raise ValueError(
+                f"{where} adapts {path}, which is no part of the text model that {site.name} is; "
+                "merge it into the checkpoint, which has all parts, or train it without them "
+                "(freeze_vision_tower and freeze_multi_modal_projector: true)"
+            )
+
+
+def _fit(data: AdapterData, site: Site, where: str) -> Fitted:
     extra = understand(data, where)
     base = data.config.get("base_model_name_or_path")
     other_model = f"it was trained on another model ({base})"

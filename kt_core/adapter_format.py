@@ -174,7 +174,7 @@ def parse_adapter(
     embeddings: dict[str, dict[str, Tensor]] = {}
     extra: dict[str, Tensor] = {}
     for key, tensor in tensors.items():
-        name = key.removeprefix("base_model.model.").replace(".block_sparse_moe.", ".mlp.")
+        name = key.removeprefix("base_model.model.")
         if not torch.isfinite(tensor).all():
             raise ValueError(f"{where}: {key} holds NaN or Inf; use an earlier checkpoint")
         if (m := _EXPERT.match(name)) and m["name"] in PROJECTION_OF:

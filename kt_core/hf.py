@@ -130,11 +130,11 @@ def load_model(
     dtype: torch.dtype = torch.bfloat16,
     **from_pretrained: Any,
 ) -> PreTrainedModel:
-    """A causal language model for inference, its routed experts packed in CPU memory.
+    """A model that generates text, its routed experts packed in CPU memory: of the text class of
+    its configuration where there is one, else of the multimodal class.
 
-    `dtype` is that of all other weights; further keywords go to
-    `AutoModelForCausalLM.from_pretrained`. Raises ValueError, FileNotFoundError or MemoryError, in
-    one sentence, before any weight is read.
+    `dtype` is that of all other weights; further keywords go to `from_pretrained`. Raises
+    ValueError, FileNotFoundError or MemoryError, in one sentence, before any weight is read.
     """
     device_map = from_pretrained.get("device_map")
     if isinstance(device_map, str) and device_map in (
@@ -149,10 +149,35 @@ def load_model(
             "device_map='cpu' or device_map='cuda:0'"
         )
     settings = LoadSettings(format, group, threads, numa_nodes, packed_dir)
+    auto = auto_class(config_of(path, from_pretrained))
     with experts_on_cpu(settings):
-        return transformers.AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, **from_pretrained
-        )
+        return auto.from_pretrained(path, dtype=dtype, **from_pretrained)
+
+
+# Auto classes that generate text, in the order in which they are asked: a text class first, which
+# leaves out the other parts of a multimodal checkpoint.
+AUTO_CLASSES = (
+    transformers.AutoModelForCausalLM,
+    transformers.AutoModelForImageTextToText,
+    transformers.AutoModelForMultimodalLM,
+)
+_HUB_KEYWORDS = ("trust_remote_code", "revision", "cache_dir", "token", "local_files_only")
+
+
+def config_of(path: str | Path, from_pretrained: Mapping[str, Any]) -> Any:
+    """The configuration with which `from_pretrained(path, **from_pretrained)` loads a model."""
+    if from_pretrained.get("config") is not None:
+        return from_pretrained["config"]
+    hub = {key: from_pretrained[key] for key in _HUB_KEYWORDS if key in from_pretrained}
+    return transformers.AutoConfig.from_pretrained(path, **hub)
+
+
+def auto_class(config: Any) -> Any:
+    """The auto class that loads a model of this configuration to generate text."""
+    for auto in AUTO_CLASSES:
+        if type(config) in auto._model_mapping:
+            return auto
+    return transformers.AutoModelForCausalLM  # which takes code from the checkpoint, or refuses
 
 
 _original: Callable[..., Any] | None = None

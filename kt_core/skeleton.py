@@ -32,17 +32,29 @@ class Skeleton:
 
 
 def skeleton(directory: Path, *, trust_remote_code: bool = False) -> Skeleton:
-    """The model of a checkpoint directory, of the class that `hf.load_model` gives it."""
+    """The model of a checkpoint directory, of the class that the checkpoint was saved from where
+    transformers has it, so with all parts of a multimodal one.
+    """
     config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
-    auto = transformers.AutoModelForCausalLM
-    if type(config) in auto._model_mapping:
-        kind = auto._model_mapping[type(config)]
-        if kind.config_class is config.sub_configs.get("text_config"):
-            config = config.get_text_config()
+    classes = [c for auto in hf.AUTO_CLASSES for c in _classes(auto, config)]
+    saved = [c for c in classes if c.__name__ in (config.architectures or ())]
     with torch.device("meta"):
-        model = auto.from_config(config, trust_remote_code=trust_remote_code)
+        if not classes:
+            auto = transformers.AutoModelForCausalLM
+            model = auto.from_config(config, trust_remote_code=trust_remote_code)
+        else:
+            kind = (saved or classes)[0]
+            is_text = kind.config_class is config.sub_configs.get("text_config")
+            model = kind(config.get_text_config() if is_text else config)
     mapping = get_model_conversion_mapping(model)
     return Skeleton(model, hf.renaming(model, mapping), hf.transposed(model, mapping))
+
+
+def _classes(auto: Any, config: Any) -> list[Any]:
+    if type(config) not in auto._model_mapping:
+        return []
+    found = auto._model_mapping[type(config)]
+    return list(found) if isinstance(found, tuple) else [found]
 
 
 def weight_files(directory: Path) -> list[Path]:

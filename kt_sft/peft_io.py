@@ -36,7 +36,7 @@ from kt_core.adapter_config import (
     training_config,
     write_adapter,
 )
-from kt_core.adapter_fit import fit, site_of
+from kt_core.adapter_fit import fit, names_of, site_of, translated
 from kt_core.adapter_format import (
     CONFIG_FILE,
     PROJECTION_KEYS,
@@ -437,8 +437,9 @@ def _read(
     else:
         tensors = load_peft_weights(os.fspath(model_id), device="cpu", **hub)
         data = parse_adapter(tensors, config.to_dict(), {}, hidden=hidden, where=str(model_id))
-    fitted = fit(data, site_of(base), str(model_id))
-    data = dataclasses.replace(data, experts=fitted.experts)
+    site = site_of(base)
+    fitted = fit(data, site, str(model_id))
+    data = dataclasses.replace(translated(data, names_of(data, site)), experts=fitted.experts)
     for key, value in training_config(data, set(_linear_paths(base))).items():
         setattr(config, key, value)
     return config, data

@@ -198,14 +198,13 @@ def loading(config: KTConfig, *, router: bool = True, again: bool = False) -> It
 
 
 def load_for_training(path: str, config: KTConfig | None = None, **kw: Any) -> nn.Module:
-    """AutoModelForCausalLM.from_pretrained(path, **kw) with the experts in CPU memory, ready for
-    peft and training.
+    """The model at `path` with the experts in CPU memory, ready for peft and training; `kw` go to
+    `from_pretrained`. The class is that of `kt_core.hf.load_model`.
     """
-    from transformers import AutoModelForCausalLM
-
     config = config or KTConfig()
+    auto = hf.auto_class(hf.config_of(path, kw))
     with loading(config):
-        model: nn.Module = AutoModelForCausalLM.from_pretrained(path, **kw)
+        model: nn.Module = auto.from_pretrained(path, **kw)
     prepare(model, config)
     return model
 

@@ -14,9 +14,10 @@ from typing import Any
 import families
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors import safe_open
 from transformers import PreTrainedModel
 
-from kt_core import layout
+from kt_core import adapter, hf, layout
 from kt_sft import groups, peft_io, plugin, stock
 from kt_sft.config import LORA_GROUPS, KTConfig
 
@@ -94,16 +95,27 @@ def error(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a - b).norm() / b.norm())
 
 
-def train(family: families.Family, base: Path, export_layout: str = "auto") -> Trained:
-    """Three steps with LoRA on every group that the family has."""
-    build(family, base)
+def train(
+    family: families.Family, base: Path, export_layout: str = "auto", vision: bool = False
+) -> Trained:
+    """Three steps with LoRA on every group that the family has, outside of the text part only with
+    `vision`, on the checkpoint `base`, which is built if it is not there.
+    """
+    if not base.exists():
+        build(family, base)
     settings = KTConfig(format="bf16", export_layout=export_layout)
     with plugin.loading(settings):
         model = family.cls.from_pretrained(base, dtype=torch.float32, attn_implementation="eager")
     plugin.prepare(model, settings)
     found = tuple(g for g in LORA_GROUPS if _has(model, g))
     torch.manual_seed(3)
-    tuned = get_peft_model(model, LoraConfig(target_modules=list(found), r=4, lora_alpha=8))
+    config = LoraConfig(
+        target_modules=list(found),
+        exclude_modules=None if vision else outside(model) or None,
+        r=4,
+        lora_alpha=8,
+    )
+    tuned = get_peft_model(model, config)
     optimizer = torch.optim.AdamW([p for p in tuned.parameters() if p.requires_grad], lr=1e-2)
     ids = token_ids()
     for _ in range(3):
@@ -114,6 +126,18 @@ def train(family: families.Family, base: Path, export_layout: str = "auto") -> T
     with tuned.disable_adapter():
         plain = logits(tuned)
     return Trained(family, base, tuned, found, logits(tuned), plain)
+
+
+def outside(model: PreTrainedModel) -> list[str]:
+    """Paths of the Linears that are neither in the text part nor the head, which LLaMA-Factory
+    leaves alone (freeze_vision_tower).
+    """
+    text = {id(m) for m in model.get_decoder().modules()} | {id(model.get_output_embeddings())}
+    return [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) and id(module) not in text
+    ]
 
 
 def _has(model: PreTrainedModel, group: str) -> bool:
@@ -137,3 +161,35 @@ def stock_peft(trained: Trained, adapter: Path) -> float | None:
     except (ValueError, RuntimeError):
         return None
     return error(logits(tuned), trained.logits)
+
+
+def ours(trained: Trained, directory: Path, base: Path | None = None) -> float:
+    """The error of our inference, with the class that `load_model` chooses."""
+    model = hf.load_model(
+        base or trained.base, format="bf16", dtype=torch.float32, attn_implementation="eager"
+    )
+    adapter.load_adapter(model, directory, "tuned")
+    with adapter.adapter(model, "tuned"):
+        return error(logits(model.eval()), trained.logits)
+
+
+def continued(trained: Trained, directory: Path, base: Path, family: families.Family) -> float:
+    """The error of the adapter on the class of `family`, loaded to go on training."""
+    settings = KTConfig(format="bf16")
+    with plugin.loading(settings):
+        model = family.cls.from_pretrained(base, dtype=torch.float32, attn_implementation="eager")
+    plugin.prepare(model, settings)
+    tuned = PeftModel.from_pretrained(model, directory, is_trainable=True)
+    return error(logits(tuned.eval()), trained.logits)
+
+
+def merged(trained: Trained, directory: Path, out: Path, base: Path | None = None) -> float:
+    """The error of stock transformers on the merged checkpoint."""
+    adapter.merge(base or trained.base, directory, out)
+    return error(logits(stock_model(trained.family, out)), trained.logits)
+
+
+def stored(path: Path) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of a checkpoint's tensors."""
+    with safe_open(path / "model.safetensors", "pt") as file:
+        return {key: tuple(file.get_slice(key).get_shape()) for key in sorted(file.keys())}

@@ -49,6 +49,52 @@ def test_stock_peft_reads_what_was_promised(trained, tmp_path):
     assert auto.problem is not None or round_trip.stock_peft(trained, tmp_path / "auto") < SAME
 
 
+@pytest.mark.parametrize("layout", round_trip.LAYOUTS)
+def test_we_serve_and_merge_both_layouts(trained, tmp_path, layout):
+    trained.save(layout, tmp_path / "adapter")
+    assert round_trip.ours(trained, tmp_path / "adapter") < SAME
+    assert round_trip.merged(trained, tmp_path / "adapter", tmp_path / "merged") < SAME
+
+
+def test_both_stored_layouts(trained, tmp_path):
+    """The hub's (per expert; [E, H, 2I] of Qwen3-VL-MoE) and the model's own, where they differ."""
+    round_trip.build(trained.family, tmp_path / "own", save_original_format=False)
+    if round_trip.stored(tmp_path / "own") == round_trip.stored(trained.base):
+        pytest.skip("the hub's layout is the model's own")
+    trained.save("auto", tmp_path / "adapter")
+    assert round_trip.ours(trained, tmp_path / "adapter", tmp_path / "own") < SAME
+    out = tmp_path / "merged"
+    assert round_trip.merged(trained, tmp_path / "adapter", out, tmp_path / "own") < SAME
+    assert round_trip.stored(out) == round_trip.stored(tmp_path / "own")
+
+
+def test_adapters_of_either_class_on_either(tmp_path, monkeypatch):
+    """LLaMA-Factory trains the multimodal class, the server loads the text class."""
+    slow_experts.patch(monkeypatch)
+    whole = FAMILIES["Qwen3_5MoeForConditionalGeneration"]
+    text = FAMILIES["Qwen3_5MoeForCausalLM"]
+    base = tmp_path / "base"
+    for one, other in ((whole, text), (text, whole)):
+        directory = tmp_path / one.class_name
+        trained = round_trip.train(one, base)
+        auto = trained.save("auto", directory)
+        assert auto.problem is None
+        assert round_trip.stock_peft(trained, directory) < SAME  # on the class that was trained
+        assert round_trip.continued(trained, directory, base, other) < SAME
+        assert round_trip.ours(trained, directory) < SAME
+        assert round_trip.merged(trained, directory, tmp_path / f"merged {one.class_name}") < SAME
+
+
+def test_a_trained_image_encoder_is_merged_and_not_served_by_the_text_class(tmp_path, monkeypatch):
+    slow_experts.patch(monkeypatch)
+    whole = FAMILIES["Qwen3_5MoeForConditionalGeneration"]
+    trained = round_trip.train(whole, tmp_path / "base", vision=True)
+    trained.save("auto", tmp_path / "adapter")
+    with pytest.raises(ValueError, match=r"model\.visual\..* which is no part of the text model"):
+        round_trip.ours(trained, tmp_path / "adapter")
+    assert round_trip.merged(trained, tmp_path / "adapter", tmp_path / "merged") < SAME
+
+
 def test_a_layout_that_stock_peft_does_not_read_is_named_before_training(
     tmp_path, monkeypatch, caplog
 ):

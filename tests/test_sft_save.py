@@ -26,6 +26,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 from sft_cases import token_ids
 import kt_sft.plugin
+kt_sft.plugin.uninstall()  # its import installs the hooks
 assert not kt_sft.plugin._installed
 for name, (model, adapter) in json.loads(sys.argv[1]).items():
     stock = AutoModelForCausalLM.from_pretrained(
