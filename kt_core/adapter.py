@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from kt_core.adapter_extra import Rows
 from kt_core.adapter_fit import Fitted, fit, site_of
 from kt_core.adapter_format import AdapterData, Factors, read_adapter
-from kt_core.experts import Experts, Lora
+from kt_core.experts import Experts, Lora, in_one_dtype
 from kt_core.merge import merge
 from kt_core.module import KTExpertsLinear, Runner, is_linear
 
@@ -171,9 +171,10 @@ def _known(model: nn.Module, name: str) -> _Attached:
 
 
 def _lora(module: Mapping[str, Factors]) -> Lora:
+    factors = in_one_dtype([t for f in module.values() for t in (f.a, f.b)])
     return Lora(
-        {p: f.a.contiguous() for p, f in module.items()},
-        {p: f.b.contiguous() for p, f in module.items()},
+        {p: t.contiguous() for p, t in zip(module, factors[::2], strict=True)},
+        {p: t.contiguous() for p, t in zip(module, factors[1::2], strict=True)},
         {p: f.scaling for p, f in module.items()},
     )
 

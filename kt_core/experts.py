@@ -491,6 +491,15 @@ class Experts:
         return native, keep
 
 
+def in_one_dtype(factors: Sequence[Tensor]) -> list[Tensor]:
+    """LoRA factors as the kernels take them, all bf16 or all fp32: fp32 where they come in another
+    dtype, say fp16, or in several.
+    """
+    if {t.dtype for t in factors} == {torch.bfloat16}:
+        return list(factors)
+    return [t.to(torch.float32) for t in factors]
+
+
 def _plain(t: Tensor, dtype: torch.dtype) -> Tensor:
     """The values as the kernels read them. Decode calls this in every layer, so nothing is asked of
     torch that is already so."""

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kt_core.experts import PROJECTIONS, Experts, Lora
+from kt_core.experts import PROJECTIONS, Experts, Lora, in_one_dtype
 from kt_core.module import Runner
 from kt_sft import gathered, progress, staging, tally
 
@@ -128,7 +128,7 @@ def experts_forward(
     experts = _lookup(handle)
     progress.enter(experts.name, "forward")
     hx, hi, hw, *factors = staging.to_host(
-        [_computable(x), top_k_index, top_k_weights, *_alike(lora)]
+        [_computable(x), top_k_index, top_k_weights, *in_one_dtype(lora)]
     )
     adapter = _lora(factors, projections, scaling, dropout, seed)
     if together:
@@ -170,7 +170,7 @@ def experts_backward(
     experts = _lookup(handle)
     progress.enter(experts.name, "backward")
     hg, hx, hi, hw, *factors = staging.to_host(
-        [_computable(grad_out), _computable(x), top_k_index, top_k_weights, *_alike(lora)]
+        [_computable(grad_out), _computable(x), top_k_index, top_k_weights, *in_one_dtype(lora)]
     )
     ranks = gathered.ranks() if together else None
     if ranks is None:
@@ -225,15 +225,6 @@ def _lora(
 
 def _computable(x: Tensor) -> Tensor:
     return x if x.dtype in (torch.bfloat16, torch.float32) else x.to(torch.float32)
-
-
-def _alike(factors: Sequence[Tensor]) -> list[Tensor]:
-    """LoRA factors in one dtype of the kernels: fp32 where they come in another, say fp16, or in
-    several.
-    """
-    if {t.dtype for t in factors} == {torch.bfloat16}:
-        return list(factors)
-    return [t.to(torch.float32) for t in factors]
 
 
 @experts_forward.register_fake

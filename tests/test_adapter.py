@@ -170,6 +170,23 @@ def test_switching_per_call_equals_the_training_side(engine, family, tmp_path, m
         adapter.load_adapter(model, tmp_path / "one", "one")
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_files_of_any_dtype_are_served(dtype, tmp_path):
+    """Foreign files are often fp16: the logits of the same values in fp32, for the experts."""
+    path, ids = cases.checkpoint(tmp_path, **SIZES), cases.token_ids()
+    model = hf.load_model(path, format="bf16", dtype=torch.float32)
+    folder = _write(tmp_path / "adapter", _data(dense=False))
+    tensors = safetensors.torch.load_file(folder / WEIGHTS_FILE)
+    found = []
+    for name, kind in (("a", torch.float32), ("b", dtype)):
+        values = {key: t.half().bfloat16().to(kind) for key, t in tensors.items()}
+        safetensors.torch.save_file(values, folder / WEIGHTS_FILE, {"format": "pt"})
+        adapter.load_adapter(model, folder, name)
+        with adapter.adapter(model, name):
+            found.append(cases.logits(model, ids))
+    assert torch.equal(*found)
+
+
 @pytest.mark.parametrize("projections", [("gate",), ("up",), ("down",), ("gate", "down")])
 def test_f2_experts_only_subsets_change_the_logits(projections, reference, tmp_path):
     path, ids = cases.checkpoint(tmp_path, **SIZES), cases.token_ids()

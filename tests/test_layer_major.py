@@ -141,6 +141,32 @@ def test_a_smaller_micro_batch_of_pairs_is_told(root, monkeypatch, caplog):
     assert "micro-batch of 1 pairs" not in caplog.text
 
 
+_PAIRS = {"stage": "dpo", "dataset": "dpo"}
+LOSSES = {
+    "packing": {"packing": True, "neat_packing": True, "cutoff_len": 128},
+    "prompts": {"train_on_prompt": True},
+    "texts": {"stage": "pt", "dataset": "texts"},
+    "dft": {"use_dft_loss": True},
+    "eaft": {"use_eaft_loss": True},
+    "hinge": _PAIRS | {"pref_loss": "hinge"},
+    "ipo": _PAIRS | {"pref_loss": "ipo"},
+    "orpo": _PAIRS | {"pref_loss": "orpo"},
+    "simpo": _PAIRS | {"pref_loss": "simpo"},
+    "ftx": _PAIRS | {"pref_ftx": 0.5},
+    "smoothed": _PAIRS | {"dpo_label_smoothing": 0.1},
+    "ld": _PAIRS | {"ld_alpha": 0.5},
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_that_do_not_depend_on_the_micro_batch(name, root, monkeypatch):
+    cases.use("reference", monkeypatch)
+    changes = {"max_steps": 2, "gradient_accumulation_steps": 2} | LOSSES[name]
+    loop, *_ = _train(root, f"loop-{name}", False, monkeypatch, **changes)
+    major, *_ = _train(root, f"major-{name}", True, monkeypatch, **changes)
+    assert major == pytest.approx(loop, rel=1e-5)
+
+
 @pytest.mark.parametrize("stage", ["dpo", "rm"])
 def test_preference_pairs(stage, root, monkeypatch):
     cases.use("reference", monkeypatch)

@@ -258,6 +258,17 @@ def test_rslora_scales_the_experts(root):
     assert losses[0][0] == losses[1][0] and losses[0][2] != losses[1][2]
 
 
+@pytest.mark.parametrize("option", ["fp16_full_eval", "bf16_full_eval"])
+def test_evaluation_in_16_bits(option, root, tuned):
+    """The whole model, LoRA factors too, is cast for it."""
+    found = []
+    for changes in ({}, {option: True}):
+        out = _run(root, "eval16", do_train=None, do_eval=True, eval_dataset="sft", dataset=None,
+                   adapter_name_or_path=str(tuned), **changes)  # fmt: skip
+        found.append(json.loads((out / "all_results.json").read_text())["eval_loss"])
+    assert found[1] == pytest.approx(found[0], rel=1e-2)
+
+
 @pytest.mark.parametrize("option", ["use_muon", "use_adam_mini"])
 def test_optimizers_with_a_rule_for_matrices(option, root, monkeypatch):
     """The experts' factors are stacks of matrices, which LLaMA-Factory's Muon would leave to AdamW:
