@@ -13,7 +13,7 @@ import pytest
 import sft_cases as cases
 import slow_experts
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -293,3 +293,17 @@ def test_a_head_that_is_not_the_bases(written, served):
     adapter.load_adapter(served[base], other, "other")
     with adapter.adapter(served[base], "other"):
         assert _close(cases.logits(served[base], cases.token_ids()), want)
+
+
+def test_attention_of_a_family_whose_experts_we_refuse(tmp_path):
+    """GPT-OSS keeps its experts; an adapter of the rest merges all the same."""
+    path = models.build("gpt_oss", tmp_path / "base", dtype=torch.float32)
+    stock = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    lora = LoraConfig(target_modules=["q_proj", "o_proj"], r=4, task_type="CAUSAL_LM")
+    tuned = get_peft_model(stock, lora)
+    cases.randomise(tuned, 0.1)
+    tuned.save_pretrained(tmp_path / "adapter")
+    want, ids = cases.logits(tuned, cases.token_ids()), cases.token_ids()
+    adapter.merge(path, tmp_path / "adapter", tmp_path / "merged")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    assert _close(cases.logits(merged, ids), want)
