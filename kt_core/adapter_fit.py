@@ -11,12 +11,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from kt_core.adapter_extra import Rows, plain, understand
+from kt_core.adapter_extra import Extra, Rows, plain, understand
 from kt_core.adapter_format import (
     PROJECTION_KEYS,
     PROJECTION_OF,
@@ -187,67 +187,10 @@ def _check_text_only(data: AdapterData, site: Site, names: Names, where: str) ->
 
 def _fit(data: AdapterData, site: Site, where: str) -> Fitted:
     extra = understand(data, where)
-    base = data.config.get("base_model_name_or_path")
-    other_model = f"it was trained on another model ({base})"
-
-    def same(tensor: Tensor, shape: tuple[int, ...], what: str) -> None:
-        if tuple(tensor.shape) != shape:
-            raise ValueError(
-                f"{where}: {what} has shape {tuple(tensor.shape)} but this model needs {shape}; "
-                f"{other_model}"
-            )
-
-    for name, tensor in extra.values.items():
-        if name not in site.parameters:
-            raise ValueError(
-                f"{where} holds {name}, which {site.name} does not have; {other_model}"
-            )
-        shape = site.parameters[name]
-        grown = name in site.tokens and tensor.shape[1:] == shape[1:]
-        if not grown:
-            same(tensor, shape, name)
-    for path, rows in extra.rows.items():
-        shape = site.parameters.get(f"{path}.weight", ())
-        if len(shape) != 2 or (rows.indices and max(rows.indices) >= shape[0]):
-            raise ValueError(
-                f"{where} trains rows of {path}, which {site.name} does not have; {other_model}"
-            )
-        same(rows.values, (len(rows.indices), shape[1]), f"the rows of {path}")
-    for path in data.experts:
-        if path not in site.experts:
-            raise ValueError(
-                f"{where} adapts {path}, where {site.name} has no experts; {other_model}"
-            )
-    experts = {
-        path: {
-            p: _all_experts(f, site.experts[path][0], data.config, path, p, where)
-            for p, f in module.items()
-        }
-        for path, module in data.experts.items()
-    }
-    for path, module in experts.items():
-        e, h, i = site.experts[path]
-        for p, f in module.items():
-            fan_in, fan_out = (i, h) if p == "down" else (h, i)
-            same(f.a, (e, f.rank, fan_in), f"{path} {p}_proj lora_A")
-            same(f.b, (e, fan_out, f.rank), f"{path} {p}_proj lora_B")
-    matrices = {**site.parameters, **{n: tuple(t.shape) for n, t in extra.values.items()}}
-    for path, f in data.dense.items():
-        shape = matrices.get(f"{path}.weight", ())
-        if len(shape) != 2:
-            raise ValueError(
-                f"{where} adapts {path}, where {site.name} has no matrix; {other_model}"
-            )
-        same(f.a, (f.rank, shape[1]), f"{path} lora_A")
-        same(f.b, (shape[0], f.rank), f"{path} lora_B")
-    for path, f in data.embeddings.items():
-        if path not in site.embeddings:
-            raise ValueError(
-                f"{where} adapts {path}, where {site.name} has no embedding; {other_model}"
-            )
-        shape = matrices[f"{path}.weight"]
-        same(f.a, (f.rank, shape[0]), f"{path} lora_embedding_A")
-        same(f.b, (shape[1], f.rank), f"{path} lora_embedding_B")
+    places = _Places(site, where, str(data.config.get("base_model_name_or_path")))
+    places.check_extra(extra)
+    experts = places.experts(data)
+    places.check_matrices(data, extra.values)
     _check_complete(data, site, where)
     _check_biases(data, extra.values, site, where)
     return Fitted(
@@ -258,6 +201,70 @@ def _fit(data: AdapterData, site: Site, where: str) -> Fitted:
         _tied_rows(extra.rows, extra.values, site),
         _token_rows(extra.values, site, where),
     )
+
+
+@dataclass(frozen=True)
+class _Places:
+    """Whether tensors of the adapter `where`, trained on `base`, have a place and its shape."""
+
+    site: Site
+    where: str
+    base: str
+
+    def check_extra(self, extra: Extra) -> None:
+        """Values have the shape of their parameter; embeddings and head may have more rows."""
+        for name, tensor in extra.values.items():
+            if name not in self.site.parameters:
+                self._refuse(f"holds {name}, which {self.site.name} does not have")
+            shape = self.site.parameters[name]
+            if name not in self.site.tokens or tensor.shape[1:] != shape[1:]:
+                self._same(tensor, shape, name)
+        for path, rows in extra.rows.items():
+            shape = self.site.parameters.get(f"{path}.weight", ())
+            if len(shape) != 2 or (rows.indices and max(rows.indices) >= shape[0]):
+                self._refuse(f"trains rows of {path}, which {self.site.name} does not have")
+            self._same(rows.values, (len(rows.indices), shape[1]), f"the rows of {path}")
+
+    def experts(self, data: AdapterData) -> dict[str, dict[str, Factors]]:
+        """The factors of experts, of all experts of each module."""
+        out: dict[str, dict[str, Factors]] = {}
+        for path, module in data.experts.items():
+            if path not in self.site.experts:
+                self._refuse(f"adapts {path}, where {self.site.name} has no experts")
+            e, h, i = self.site.experts[path]
+            out[path] = {}
+            for p, part in module.items():
+                f = out[path][p] = _all_experts(part, e, data.config, path, p, self.where)
+                fan_in, fan_out = (i, h) if p == "down" else (h, i)
+                self._same(f.a, (e, f.rank, fan_in), f"{path} {p}_proj lora_A")
+                self._same(f.b, (e, fan_out, f.rank), f"{path} {p}_proj lora_B")
+        return out
+
+    def check_matrices(self, data: AdapterData, values: Mapping[str, Tensor]) -> None:
+        """Factors have the shapes of their matrix, which `values` may have replaced."""
+        shapes = {**self.site.parameters, **{n: tuple(t.shape) for n, t in values.items()}}
+        for path, f in data.dense.items():
+            shape = shapes.get(f"{path}.weight", ())
+            if len(shape) != 2:
+                self._refuse(f"adapts {path}, where {self.site.name} has no matrix")
+            self._same(f.a, (f.rank, shape[1]), f"{path} lora_A")
+            self._same(f.b, (shape[0], f.rank), f"{path} lora_B")
+        for path, f in data.embeddings.items():
+            if path not in self.site.embeddings:
+                self._refuse(f"adapts {path}, where {self.site.name} has no embedding")
+            shape = shapes[f"{path}.weight"]
+            self._same(f.a, (f.rank, shape[0]), f"{path} lora_embedding_A")
+            self._same(f.b, (shape[1], f.rank), f"{path} lora_embedding_B")
+
+    def _same(self, tensor: Tensor, shape: tuple[int, ...], what: str) -> None:
+        if tuple(tensor.shape) != shape:
+            raise ValueError(
+                f"{self.where}: {what} has shape {tuple(tensor.shape)} but this model needs "
+                f"{shape}; it was trained on another model ({self.base})"
+            )
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise ValueError(f"{self.where} {what}; it was trained on another model ({self.base})")
 
 
 def _token_rows(values: Mapping[str, Tensor], site: Site, where: str) -> int | None:
