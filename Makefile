@@ -3,6 +3,7 @@ PYTHON ?= python3
 TORCH_INDEX ?=
 BIN := .venv/bin
 DIST := dist
+SETUP := $(PYTHON) scripts/setup.py $(if $(TORCH_INDEX),--torch-index $(TORCH_INDEX))
 # One OpenMP thread: on few cores, OpenMP threads that wait for each other by spinning cost more
 # than they bring on models as small as the tests'.
 TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
@@ -15,9 +16,10 @@ help:  ## list these targets
 	  || sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/  make \1: \2/p' $(MAKEFILE_LIST)
 
 setup:  ## create .venv, install everything, compile the kernels (quick when nothing changed)
-	@$(PYTHON) scripts/setup.py $(if $(TORCH_INDEX),--torch-index $(TORCH_INDEX))
+	@$(SETUP)
 
-demo: setup  ## fine-tune a small mixture-of-experts model on this machine and see the difference
+demo:  ## fine-tune a small mixture-of-experts model on this machine and see the difference
+	@$(SETUP) --demo
 	@$(BIN)/python examples/demo.py
 
 test: setup  ## the tests, as CI runs them

