@@ -42,11 +42,14 @@ def retain_experts(model: Any) -> None:
     original = model._set_gradient_checkpointing
 
     def set_gradient_checkpointing(
-        enable: bool = True, gradient_checkpointing_func: Callable[..., Any] = checkpoint
+        enable: bool = True,
+        gradient_checkpointing_func: Callable[..., Any] = checkpoint,
+        *args: Any,
+        **kw: Any,
     ) -> None:
         if enable:
             gradient_checkpointing_func = _keeping(gradient_checkpointing_func)
-        original(enable=enable, gradient_checkpointing_func=gradient_checkpointing_func)
+        original(enable, gradient_checkpointing_func, *args, **kw)
 
     # On this object only: other models of the process keep transformers' method.
     object.__setattr__(model, "_set_gradient_checkpointing", set_gradient_checkpointing)

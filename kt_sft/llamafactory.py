@@ -1,13 +1,14 @@
-"""The LLaMA-Factory seam: `use_kt: true` of a stock installation (0.9.5) means our experts.
+"""The LLaMA-Factory seam: `use_kt: true` of a stock installation means our experts.
 
-Four modules are adapted the moment they have been imported (see bootstrap.py); no file is copied or
-edited:
+Five modules are adapted the moment they have been imported (bootstrap.py); no file is copied or
+edited. What differs between 0.9.5 and 0.9.6 is asked of the module at hand.
 
-  hparams.model_args   ModelArguments gains the keys kt_config, kt_cpu_activation,
-                       kt_layer_major
-  hparams.parser       use_kt runs are checked before anything is loaded; the check for
-  KTransformers' forks is skipped model.loader         load_model keeps the experts of a use_kt
-  model in CPU memory train.tuner          use_kt runs get the KTCallback
+- hparams.model_args: ModelArguments gains the keys kt_config, kt_cpu_activation, kt_layer_major.
+- hparams.parser: use_kt runs are checked before anything is loaded; the check for KTransformers'
+  forks is skipped.
+- model.adapter: nothing is loaded beside an adapter.
+- model.loader: load_model keeps the experts of a use_kt model in CPU memory.
+- train.tuner: use_kt runs get our callbacks.
 
 Without use_kt every path is the original's. An adapt_ function raises if its module is not as it is
 known.
@@ -57,6 +58,13 @@ def adapt_model_args(module: Any) -> None:
         arguments.
         """
 
+    def get_kt_activation_policy(self: Any) -> dict[str, str]:
+        """0.9.6 asks it for how layers are checkpointed. "retain" on the device means: torch's own
+        checkpoint, non-reentrant, into which kt_sft.checkpointing then puts what is kept; anything
+        else would look for kt-kernel's contexts and warn that they are missing.
+        """
+        return {"cpu": kt_config_of(self).activation, "gpu": "retain"}
+
     keys = ", ".join(field.name for field in dataclasses.fields(KTConfig))
     help_of = {
         "kt_config": f"Settings of experts in CPU memory: {keys}.",
@@ -80,6 +88,7 @@ def adapt_model_args(module: Any) -> None:
         namespace={
             "apply_kt_config": apply_kt_config,
             "configure_kt_loading": apply_kt_config,
+            "get_kt_activation_policy": get_kt_activation_policy,
             "__doc__": base.__doc__,
         },
     )
@@ -90,8 +99,9 @@ def adapt_model_args(module: Any) -> None:
 def adapt_parser(module: Any) -> None:
     """Checks use_kt runs at the first moment their arguments exist."""
     _expect(module._check_extra_dependencies, ["model_args", "finetuning_args"])
-    parse_train, parse_infer = module._parse_train_args, module._parse_infer_args
+    parse_train = module._parse_train_args
     check, get_train_args = module._check_extra_dependencies, module.get_train_args
+    _one_kt_config(module)
 
     @functools.wraps(parse_train)
     def parse_train_args(*args: Any, **kw: Any) -> Any:
@@ -111,15 +121,18 @@ def adapt_parser(module: Any) -> None:
             _leave_cpu_fsdp()
         return parsed
 
-    @functools.wraps(parse_infer)
-    def parse_infer_args(*args: Any, **kw: Any) -> Any:
-        parsed = parse_infer(*args, **kw)
-        model_args = parsed[0]
-        if model_args.use_kt:
-            _check_load(model_args, kt_config_of(model_args))
-        else:
-            _check_unused(model_args)
-        return parsed
+    def checked_load(parse: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(parse)
+        def parse_args(*args: Any, **kw: Any) -> Any:
+            parsed = parse(*args, **kw)
+            model_args = parsed[0]
+            if model_args.use_kt:
+                _check_load(model_args, kt_config_of(model_args))
+            else:
+                _check_unused(model_args)
+            return parsed
+
+        return parse_args
 
     @functools.wraps(check)
     def check_extra_dependencies(model_args: Any, *args: Any, **kw: Any) -> None:
@@ -134,9 +147,53 @@ def adapt_parser(module: Any) -> None:
             _check_resume(parsed[0], parsed[2])
         return parsed
 
-    module._parse_train_args, module._parse_infer_args = parse_train_args, parse_infer_args
+    module._parse_train_args = parse_train_args
+    module._parse_infer_args = checked_load(module._parse_infer_args)
+    module._parse_eval_args = checked_load(module._parse_eval_args)
     module._check_extra_dependencies = check_extra_dependencies
     module.get_train_args = checked_train_args
+
+
+def _one_kt_config(module: Any) -> None:
+    """0.9.6 has a dataclass of its own with the option kt_config in its lists of arguments for
+    inference and evaluation. ModelArguments has that option already, and a parser takes each once:
+    there the field is no option any more.
+    """
+    for name in ("_INFER_ARGS", "_EVAL_ARGS"):
+        kinds = vars(module)[name]
+        for at, kind in enumerate(kinds):
+            fields = {f.name for f in dataclasses.fields(kind)}
+            if kind is module.ModelArguments or "kt_config" not in fields:
+                continue
+            silent = dataclasses.field(default=None, init=False)
+            kinds[at] = dataclasses.make_dataclass(
+                kind.__name__, [("kt_config", Any, silent)], bases=(kind,)
+            )
+
+
+def adapt_adapter(module: Any) -> None:
+    """0.9.6 lets kt-kernel load what it keeps beside an adapter; ours is the adapter alone. There,
+    and with use_kt only, a model that is not trained gets its adapter in the checkpoint's dtype: a
+    DPO reference would round what its policy, in fp32, does not.
+    """
+    if "_load_kt_inference_adapter_artifacts" in vars(module):
+        module._load_kt_inference_adapter_artifacts = lambda model, path: None
+    setup = module._setup_lora_tuning
+    _expect(setup, ["config", "model", "model_args", "finetuning_args", "is_trainable"])
+
+    @functools.wraps(setup)
+    def setup_lora_tuning(
+        config: Any,
+        model: Any,
+        model_args: Any,
+        finetuning_args: Any,
+        is_trainable: bool,
+        cast_trainable_params_to_fp32: bool,
+    ) -> Any:
+        cast = cast_trainable_params_to_fp32 or (model_args.use_kt and not is_trainable)
+        return setup(config, model, model_args, finetuning_args, is_trainable, cast)
+
+    module._setup_lora_tuning = setup_lora_tuning
 
 
 def adapt_loader(module: Any) -> None:
@@ -166,6 +223,8 @@ def adapt_loader(module: Any) -> None:
         # `all` picks by class and leaf name, and in some families the router is a Linear
         router = finetuning_args.lora_target != ["all"]
         again = not is_trainable  # a reference or reward model, beside the one that is trained
+        if model_args.adapter_name_or_path:  # 0.9.6 insists on it, for adapt_adapter's function
+            model_args._kt_adapter_artifact_path = model_args.adapter_name_or_path[-1]
         with plugin.loading(config, router=router, again=again), stages.use_kt_is(model_args, True):
             model = original(tokenizer, model_args, finetuning_args, is_trainable, *args, **kw)
         if config.dense_dtype == "fp32":

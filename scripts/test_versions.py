@@ -1,0 +1,186 @@
+#!/usr/bin/env python3
+"""Run a fixed part of the tests with other versions of the libraries: `make test-versions`.
+
+Each environment is a thin one below build/versions: the packages named here, installed without what
+they require, in front of everything that .venv has. The outcome goes to docs/versions.md. Not part
+of `make test`: it downloads, and takes about ten minutes an environment on two cores.
+
+    scripts/test_versions.py                    all environments
+    scripts/test_versions.py newest             one of them
+    scripts/test_versions.py --llamafactory DIR  one more, with a checkout of LLaMA-Factory in front
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDER = ROOT / "build" / "versions"
+PAGE = ROOT / "docs" / "versions.md"
+SHOWN = ("transformers", "peft", "accelerate", "trl", "datasets", "llamafactory")
+# What touches the libraries; kernels and machine are the same everywhere.
+TESTS = (
+    *("test_signatures.py", "test_load.py", "test_sft_lora.py", "test_sft_save.py"),
+    *("test_activation.py", "test_adapter.py", "test_serve_model.py", "test_stages.py"),
+    *("test_lf_refusals.py", "test_lf_runs.py"),
+)
+
+
+@dataclass(frozen=True)
+class Environment:
+    """`packages` in front of .venv's; `what` says why somebody would have them."""
+
+    name: str
+    what: str
+    packages: tuple[str, ...]
+
+
+ENVIRONMENTS = (
+    Environment(
+        "oldest",
+        "the oldest that pyproject.toml allows",
+        ("transformers==5.2.0", "peft==0.18.0", "accelerate==1.11.0"),
+    ),
+    Environment(
+        "pip",
+        "what pip chooses for llamafactory 0.9.5",
+        ("transformers==5.6.0", "peft==0.18.1", "accelerate==1.11.0"),
+    ),
+    Environment(
+        "newest",
+        "the newest of each",
+        (
+            *("transformers==5.24.0", "tokenizers>=0.23.1,<0.24", "peft==0.21.2"),
+            *("accelerate", "trl==0.25.1", "datasets==5.2.0"),
+        ),
+    ),
+)
+
+
+def make(environment: Environment, source: Path | None) -> Path:
+    """The environment's Python. `source`: a checkout of LLaMA-Factory, put in front."""
+    folder = FOLDER / environment.name
+    shutil.rmtree(folder, ignore_errors=True)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
+    packages = folder / "packages"
+    packages.mkdir()
+    if environment.packages:
+        install = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
+        target = ["--no-deps", "--target", str(packages)]
+        subprocess.run([*install, *target, *environment.packages], check=True)
+    python = folder / "bin" / "python"
+    code = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    site = Path(subprocess.check_output([python, "-c", code], text=True).strip())
+    front = [] if source is None else [str(source / "src")]
+    own = [p for p in sys.path if p.endswith("site-packages")]
+    # The last line is what .venv's own .pth of the editable install says.
+    lines = [str(ROOT), *front, str(packages), *own, *map(editable, map(Path, own))]
+    (site / "versions.pth").write_text("\n".join(lines) + "\n")
+    for command in ("llamafactory-cli", "accelerate"):
+        text = (Path(sys.executable).parent / command).read_text()
+        script = folder / "bin" / command
+        script.write_text(re.sub(r"^#!.*", f"#!{python}", text, count=1))
+        script.chmod(0o755)
+    return python
+
+
+def editable(site: Path) -> str:
+    """The line that makes kt_core._kt of the editable install importable; "" beside a built one."""
+    found = list(site.glob("_editable*kt_sft.pth"))
+    return found[0].read_text().strip() if found else ""
+
+
+def versions(python: Path) -> dict[str, str]:
+    code = (
+        "import importlib.metadata as m\n"
+        f"for name in {SHOWN!r}: print(name, m.version(name))\n"
+        "import llamafactory.extras.env as e\nprint('llamafactory', e.VERSION)"
+    )
+    printed = subprocess.check_output([python, "-c", code], text=True, cwd="/")
+    return dict(line.split(" ", 1) for line in printed.splitlines() if line.count(" ") == 1)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Counts by word (passed, failed, ...) and the failures, test and first line of the reason."""
+
+    counts: dict[str, int]
+    failures: list[tuple[str, str]]
+
+
+def run(python: Path, log: Path) -> Outcome:
+    tests = [str(ROOT / "tests" / name) for name in TESTS]
+    command = [str(python), "-m", "pytest", "-q", "-m", "not slow", "-p", "no:cacheprovider"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+    with open(log, "w") as out:
+        subprocess.run([*command, *tests], cwd=ROOT, env=environment, stdout=out, check=False)
+    text = log.read_text()
+    counts = {word: int(n) for n, word in re.findall(r"(\d+) (passed|failed|skipped|errors?)", text)}
+    failures = re.findall(r"^(?:FAILED|ERROR) (?:tests/)?(\S+)(?: - (.*))?$", text, re.MULTILINE)
+    return Outcome(counts, [(test, reason.strip()) for test, reason in failures])
+
+
+def page(results: list[tuple[Environment, dict[str, str], Outcome]]) -> str:
+    """docs/versions.md."""
+    head = ["environment", *SHOWN, "passed", "failed", "skipped"]
+    lines = [
+        "# Versions",
+        "",
+        "What `make test-versions` found: the tests that touch the libraries, run with other "
+        "versions than those of [constraints.txt](../constraints.txt), with which all tests pass.",
+        "",
+        "| " + " | ".join(head) + " |",
+        "| " + " | ".join("---" for _ in head) + " |",
+    ]
+    for environment, found, outcome in results:
+        failed = outcome.counts.get("failed", 0) + len(
+            [1 for word in ("error", "errors") if word in outcome.counts]
+        )
+        row = [f"{environment.name}: {environment.what}", *(found.get(n, "-") for n in SHOWN)]
+        row += [str(outcome.counts.get("passed", 0)), str(failed)]
+        row += [str(outcome.counts.get("skipped", 0))]
+        lines.append("| " + " | ".join(row) + " |")
+    for environment, _, outcome in results:
+        if outcome.failures:
+            lines += ["", f"Failures with {environment.name}:", ""]
+            lines += [f"- `{test}`: {reason or 'see the log'}" for test, reason in outcome.failures]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("names", nargs="*", help="environments; default: all")
+    parser.add_argument("--llamafactory", type=Path, help="a checkout of LLaMA-Factory's repository")
+    options = parser.parse_args()
+    known = {e.name: e for e in ENVIRONMENTS}
+    if unknown := [n for n in options.names if n not in known]:
+        sys.exit(f"test_versions: {unknown[0]} is no environment; there are {', '.join(known)}")
+    chosen = [(known[n], None) for n in options.names or ([] if options.llamafactory else known)]
+    if options.llamafactory:
+        extra = Environment("development", "LLaMA-Factory's development version", ())
+        chosen.append((extra, options.llamafactory.resolve()))
+    results = []
+    for environment, source in chosen:
+        print(f"test-versions: {environment.name}: installing", flush=True)
+        python = make(environment, source)
+        log = FOLDER / f"{environment.name}.log"
+        print(f"test-versions: {environment.name}: testing, output in {log}", flush=True)
+        results.append((environment, versions(python), run(python, log)))
+        print(f"test-versions: {environment.name}: {results[-1][2].counts}", flush=True)
+    if not options.names:
+        PAGE.write_text(page(results))
+    else:
+        print(page(results))
+    if any(outcome.failures for _, _, outcome in results):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
