@@ -30,7 +30,7 @@ from transformers.core_model_loading import (
 from transformers.integrations import is_fsdp_enabled
 from transformers.modeling_utils import PreTrainedModel, is_local_dist_rank_0
 
-from kt_core import checkpoint, experts, memory, packing, reuse, runtime
+from kt_core import checkpoint, experts, memory, packing, quantized, reuse, runtime
 from kt_core.host import Host
 from kt_core.layout import ExpertsLayout, find_experts
 from kt_core.module import KTExpertsLinear, Runner, inference_runner
@@ -149,6 +149,7 @@ def load_model(
             "device_map='cpu' or device_map='cuda:0'"
         )
     settings = LoadSettings(format, group, threads, numa_nodes, packed_dir)
+    refuse_quantized(path, from_pretrained)
     auto = auto_class(config_of(path, from_pretrained))
     with experts_on_cpu(settings):
         return auto.from_pretrained(path, dtype=dtype, **from_pretrained)
@@ -162,6 +163,18 @@ AUTO_CLASSES = (
     transformers.AutoModelForMultimodalLM,
 )
 _HUB_KEYWORDS = ("trust_remote_code", "revision", "cache_dir", "token", "local_files_only")
+
+
+def refuse_quantized(path: str | Path, from_pretrained: Mapping[str, Any]) -> None:
+    """Raises ValueError if `from_pretrained(path, **from_pretrained)` would load quantized weights:
+    transformers' own quantizers would ask for packages, or hide the experts.
+    """
+    if Path(path).is_dir():
+        quantized.refuse_directory(path)
+        return
+    hub = {key: from_pretrained[key] for key in _HUB_KEYWORDS if key in from_pretrained}
+    config, _ = transformers.PretrainedConfig.get_config_dict(path, **hub)
+    quantized.refuse(config, str(path))
 
 
 def config_of(path: str | Path, from_pretrained: Mapping[str, Any]) -> Any:
@@ -239,6 +252,7 @@ def _load_pretrained_model(
         host.use_threads(settings.threads)
     source_name = str(load_config.pretrained_model_name_or_path)
     source = checkpoint.Source([Path(file) for file in checkpoint_files])
+    quantized.refuse_names((stored.name for stored in source.safetensors), source_name)
     want = checkpoint.Want(
         {layout.name: layout.shape for layout in layouts},
         parameter=renaming(model, load_config.weight_mapping),

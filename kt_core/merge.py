@@ -19,7 +19,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from kt_core import checkpoint, merged_files
+from kt_core import checkpoint, merged_files, quantized
 from kt_core.adapter_extra import Rows
 from kt_core.adapter_fit import Fitted, Site, fit, site_of
 from kt_core.adapter_format import Factors, read_adapter
@@ -86,6 +86,7 @@ def merge(
     source, out, where = Path(model_dir), Path(out_dir), os.fspath(adapter_dir)
     if out.exists():
         raise ValueError(f"{out} exists; give a directory that does not")
+    quantized.refuse_directory(source)
     files = weight_files(source)
     bones = skeleton(source, trust_remote_code=trust_remote_code)
     data = read_adapter(adapter_dir, hidden=bones.model.config.get_text_config().hidden_size)

@@ -25,11 +25,13 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
 
+from kt_core import hf, quantized
 from kt_sft import config as settings
 from kt_sft import fused, layer_major, loss, precision, stages, trainer_log
 from kt_sft.config import KTConfig
@@ -218,6 +220,12 @@ def adapt_loader(module: Any) -> None:
 
         config = kt_config_of(model_args)
         _check_adapters(model_args)
+        hub = {
+            "cache_dir": model_args.cache_dir,
+            "revision": model_args.model_revision,
+            "token": model_args.hf_hub_token,
+        }
+        hf.refuse_quantized(model_args.model_name_or_path, hub)
         if model_args.device_map == "auto":  # computed as if the experts were on the devices
             model_args.device_map = {"": _device()}
         # `all` picks by class and leaf name, and in some families the router is a Linear
@@ -469,6 +477,8 @@ def _check_load(model_args: Any, config: KTConfig) -> None:
 
     plugin.install()
     plugin.load_settings(config)
+    if Path(model_args.model_name_or_path).is_dir():  # else when it has been downloaded
+        quantized.refuse_directory(model_args.model_name_or_path)
 
 
 def _check_unused(model_args: Any) -> None:

@@ -202,6 +202,7 @@ def load_for_training(path: str, config: KTConfig | None = None, **kw: Any) -> n
     `from_pretrained`. The class is that of `kt_core.hf.load_model`.
     """
     config = config or KTConfig()
+    hf.refuse_quantized(path, kw)
     auto = hf.auto_class(hf.config_of(path, kw))
     with loading(config):
         model: nn.Module = auto.from_pretrained(path, **kw)

@@ -1,0 +1,137 @@
+"""Checkpoints that are quantized already are refused in one sentence, by everything that reads
+checkpoints, before a quantizer of somebody else asks for packages.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import lf_cases
+import models
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from kt_core import adapter, hf, quantized
+from kt_sft import plugin
+
+# quant_method, further contents of quantization_config, what the sentence calls it
+METHODS = [
+    ("fp8", {"weight_block_size": [128, 128]}, "FP8"),
+    ("fbgemm_fp8", {}, "FP8"),
+    ("compressed-tensors", {"format": "pack-quantized"}, "compressed-tensors"),
+    ("awq", {"bits": 4, "group_size": 128, "zero_point": True}, "AWQ"),
+    ("gptq", {"bits": 4, "group_size": 128, "desc_act": False}, "GPTQ"),
+    ("bitsandbytes", {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, "bitsandbytes"),
+    ("mxfp4", {}, "MXFP4"),
+    ("modelopt", {"quant_algo": "NVFP4"}, "NVIDIA ModelOpt"),
+    ("quanto", {"weights": "int8"}, "quanto"),
+    ("a method of tomorrow", {}, "a method of tomorrow"),
+]
+# One weight of an expert -> the tensors that a quantizer leaves in its place
+TENSORS = {
+    "FP8 in blocks": {".weight": (torch.float8_e4m3fn, [40, 64]), ".weight_scale_inv": None},
+    "GPTQ or AWQ": {".qweight": None, ".qzeros": None, ".g_idx": None, ".scales": None},
+    "compressed-tensors": {".weight_packed": None, ".weight_shape": None},
+    "bitsandbytes (4-bit)": {".weight": (torch.uint8, [1280, 1]), ".weight.absmax": None},
+    "bitsandbytes (8-bit)": {".weight": (torch.int8, [40, 64]), ".SCB": None},
+}
+WEIGHT = "model.layers.1.mlp.experts.3.up_proj"
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    path = tmp_path_factory.mktemp("base") / "model"
+    models.build("qwen3_moe", path)
+    return path
+
+
+def copy_of(base, tmp_path):
+    shutil.copytree(base, tmp_path / "model")
+    return tmp_path / "model"
+
+
+def with_config(base, tmp_path, method, more):
+    path = copy_of(base, tmp_path)
+    config = json.loads((path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": method, **more}
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def readers(path, tmp_path):
+    """Everything that takes a checkpoint, by name."""
+    return {
+        "load_model": lambda: hf.load_model(path),
+        "load_for_training": lambda: plugin.load_for_training(str(path)),
+        "merge": lambda: adapter.merge(path, tmp_path / "no adapter", tmp_path / "merged"),
+    }
+
+
+@pytest.mark.parametrize(("method", "more", "named"), METHODS, ids=[m[0] for m in METHODS])
+def test_a_quantized_checkpoint_is_named(base, tmp_path, method, more, named):
+    path = with_config(base, tmp_path, method, more)
+    for who, read in readers(path, tmp_path).items():
+        with pytest.raises(ValueError, match="give the model's bf16 or fp16 checkpoint") as caught:
+            read()
+        text = str(caught.value)
+        assert text.startswith(f"{path} is a checkpoint quantized with {named}"), who
+        assert f"quant_method: {method}" in text and "\n" not in text, who
+
+
+@pytest.mark.parametrize("what", TENSORS)
+def test_its_tensors_give_it_away_too(base, tmp_path, what):
+    """config.json is silent: somebody's script, or GPTQ's and AWQ's own first files."""
+    path = copy_of(base, tmp_path)
+    (file,) = path.glob("*.safetensors")
+    tensors = load_file(file)
+    del tensors[f"{WEIGHT}.weight"]
+    for end, form in TENSORS[what].items():
+        dtype, shape = form or (torch.int32, [4, 4])
+        tensors[WEIGHT + end] = torch.zeros(shape, dtype=torch.uint8).to(dtype)
+    save_file(tensors, file, metadata={"format": "pt"})
+    for who, read in readers(path, tmp_path).items():
+        with pytest.raises(ValueError) as caught:
+            read()
+        assert f"quantized with {what}" in str(caught.value), (who, caught.value)
+
+
+def test_an_index_and_older_files_are_enough(base, tmp_path):
+    path = copy_of(base, tmp_path)
+    quantized.refuse_directory(path)  # as it is, it is not
+    (path / "quantize_config.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"GPTQ \(its file quantize_config.json\)"):
+        hf.load_model(path)
+    (path / "quantize_config.json").unlink()
+    index = {"weight_map": {"model.layers.0.mlp.experts.gate_up_proj_blocks": "a"}}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match="MXFP4"):
+        hf.load_model(path)
+
+
+def test_a_directory_of_gguf_files(base, tmp_path):
+    path = copy_of(base, tmp_path)
+    for file in path.glob("*.safetensors"):
+        file.unlink()
+    (path / "model-q4_k_m.gguf").write_bytes(b"GGUF")
+    for _, read in readers(path, tmp_path).items():
+        with pytest.raises(ValueError, match=r"quantized with GGUF \(its only weights"):
+            read()
+
+
+def test_commands_of_llamafactory_end_before_they_begin(base, tmp_path):
+    """Training, and inference and export alike."""
+    from llamafactory.hparams import parser
+
+    path = with_config(base, tmp_path, "fp8", {})
+    train = lf_cases.arguments(tmp_path, model_name_or_path=str(path), kt_config=None)
+    load = {"model_name_or_path": str(path), "template": "chatml", "use_kt": True}
+    for parse, arguments in (
+        (parser.get_train_args, train),
+        (parser.get_infer_args, load),
+        (parser.get_infer_args, load | {"export_dir": str(tmp_path / "merged")}),
+        (parser.get_eval_args, load | {"task": "mmlu_test"}),
+    ):
+        with pytest.raises(ValueError, match="quantized with FP8"):
+            parse(dict(arguments))
