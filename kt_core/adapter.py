@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from kt_core.adapter_extra import Rows
 from kt_core.adapter_fit import Fitted, fit, site_of
-from kt_core.adapter_format import AdapterData, Factors, read_adapter
+from kt_core.adapter_format import AdapterData, Factors, read_adapter, refuse_variant
 from kt_core.experts import Experts, Lora, in_one_dtype
 from kt_core.merge import merge
 from kt_core.module import KTExpertsLinear, Runner, is_linear
@@ -85,7 +85,9 @@ def load_adapter(model: Any, directory: str | os.PathLike[str], name: str) -> No
         )
     config = model.config.get_text_config()
     where = os.fspath(directory)
-    fitted = fit(read_adapter(directory, hidden=config.hidden_size), site_of(model), where)
+    data = read_adapter(directory, hidden=config.hidden_size)
+    refuse_variant(data, where)
+    fitted = fit(data, site_of(model), where)
     modules = dict(model.named_modules(remove_duplicate=False))
     others = _changes(fitted, model, modules, where)
     if held is None:

@@ -26,6 +26,7 @@ from kt_core.adapter_format import (
     expert_names,
     manifest,
     standard_tensors,
+    variant_of,
 )
 from kt_core.adapter_fused import fuse, fused_tensors
 
@@ -50,6 +51,28 @@ def write_adapter(
     place, verifies and renames.
     """
     directory = Path(directory)
+    tensors, config, metadata = file_contents(
+        data,
+        model_type=model_type,
+        linear_paths=linear_paths,
+        other_paths=other_paths,
+        layout=layout,
+    )
+    safetensors.torch.save_file(tensors, directory / WEIGHTS_FILE, metadata=metadata)
+    (directory / CONFIG_FILE).write_text(config)
+
+
+def file_contents(
+    data: AdapterData,
+    *,
+    model_type: str,
+    linear_paths: Sequence[str],
+    other_paths: Sequence[str],
+    layout: str,
+) -> tuple[dict[str, Tensor], str, dict[str, str]]:
+    """What `write_adapter` writes: tensors by PEFT key, adapter_config.json, safetensors metadata.
+    Tensors of `data` may be on the meta device.
+    """
     names = expert_names(model_type)
     config = adapter_config(data, names, linear_paths, layout, other_paths)
     own = {
@@ -59,9 +82,8 @@ def write_adapter(
         "trained": manifest(data),
     }
     metadata = {"format": "pt", METADATA: json.dumps(own)}
-    tensors = adapter_tensors(data, names, layout)
-    safetensors.torch.save_file(tensors, directory / WEIGHTS_FILE, metadata=metadata)
-    (directory / CONFIG_FILE).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    text = json.dumps(config, indent=2, sort_keys=True) + "\n"
+    return adapter_tensors(data, names, layout), text, metadata
 
 
 def adapter_tensors(data: AdapterData, names: Mapping[str, str], layout: str) -> dict[str, Tensor]:
@@ -122,6 +144,12 @@ def adapter_config(
             patterns[re.escape(target) + suffix] = values.pop()
         elif len(values) > 1:
             patterns.update({re.escape(p) + suffix: by_path[p] for p in paths})
+    if data.variant and parameters:
+        key = next(iter(data.variant))
+        raise ValueError(
+            f"{variant_of(key, data.config)}=True does not go with {sorted(parameters)[0]}, which "
+            "stock PEFT adapts as a parameter; take one of them out"
+        )
     config = dict(data.config)
     config.update(
         r=default[0],

@@ -124,6 +124,7 @@ def translated(data: AdapterData, names: Names) -> AdapterData:
         dense={names.to_ours(k): v for k, v in data.dense.items()},
         embeddings={names.to_ours(k): v for k, v in data.embeddings.items()},
         extra={names.to_ours(k): v for k, v in data.extra.items()},
+        variant={names.to_ours(k): v for k, v in data.variant.items()},
     )
 
 

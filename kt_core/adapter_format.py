@@ -46,6 +46,9 @@ _EXPERT = re.compile(
 )
 _FUSED = re.compile(r"^(?P<path>.+\.experts)(?P<inner>\.base_layer)?\.lora_(?P<ab>[AB])\.weight$")
 _DENSE = re.compile(r"^(?P<path>.+)\.lora_(?P<ab>[AB])\.weight$")
+# End of a key -> the option of LoraConfig that brings it: for kinds of LoRA that stock peft applies
+# and that are carried along here, but neither served nor merged.
+VARIANTS = {".lora_magnitude_vector": "use_dora", ".lora_B.bias": "lora_bias"}
 _EMBEDDING = re.compile(r"^(?P<path>.+)\.lora_embedding_(?P<ab>[AB])$")
 
 
@@ -110,7 +113,8 @@ class AdapterData:
     embeddings: LoRA of nn.Embedding modules, a [r, V] and b [H, r] as peft stores them: the delta
     of the weight [V, H] is the transpose of scaling * b @ a. extra: every tensor that is not LoRA,
     by the key it has in the file without peft's prefix (whole modules, biases, copies of base
-    weights; see adapter_extra.py). dropout: of the training run.
+    weights; see adapter_extra.py). variant: what DoRA and lora_bias train beside the factors of
+    dense modules, by the key it has there. dropout: of the training run.
     """
 
     config: Mapping[str, Any]
@@ -120,6 +124,7 @@ class AdapterData:
     dropout: float = 0.0
     embeddings: Mapping[str, Factors] = field(default_factory=dict)
     whole: bool = False  # a manifest in the file says that every tensor of the training is there
+    variant: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
     def projections(self) -> list[str]:
@@ -173,9 +178,10 @@ def parse_adapter(
     dense: dict[str, dict[str, Tensor]] = {}
     embeddings: dict[str, dict[str, Tensor]] = {}
     extra: dict[str, Tensor] = {}
+    variant: dict[str, Tensor] = {}
     for key, tensor in tensors.items():
         name = key.removeprefix("base_model.model.")
-        if not torch.isfinite(tensor).all():
+        if not tensor.is_meta and not torch.isfinite(tensor).all():  # a dry run has no values
             raise ValueError(f"{where}: {key} holds NaN or Inf; use an earlier checkpoint")
         if (m := _EXPERT.match(name)) and m["name"] in PROJECTION_OF:
             module = experts.setdefault(m["path"], {})
@@ -187,6 +193,8 @@ def parse_adapter(
             dense.setdefault(m["path"], {})[m["ab"]] = tensor
         elif m := _EMBEDDING.match(name):
             embeddings.setdefault(m["path"], {})[m["ab"]] = tensor
+        elif variant_of(name, config) is not None:
+            variant[name] = tensor
         elif ".lora_" in name:
             raise ValueError(
                 f"{where}: {key} is a kind of LoRA tensor that is not supported; only lora_A and "
@@ -227,8 +235,10 @@ def parse_adapter(
             path: _factors(pair, config, [path], where) for path, pair in embeddings.items()
         },
         extra=extra,
+        variant=variant,
         dropout=float(own.get("lora_dropout", config.get("lora_dropout", 0.0))),
     )
+    _check_variant(data, where)
     if "trained" in own:
         _check_manifest(manifest(data), own["trained"], where)
         data = replace(data, whole=True)
@@ -244,7 +254,37 @@ def manifest(data: AdapterData) -> dict[str, list[int]]:
     for path, module in data.experts.items():
         for p, f in module.items():
             out[f"{path}.{PROJECTION_KEYS[p]}"] = [*f.a.shape, *f.b.shape]
-    return out | {name: list(tensor.shape) for name, tensor in data.extra.items()}
+    other = {**data.extra, **data.variant}
+    return out | {name: list(tensor.shape) for name, tensor in other.items()}
+
+
+def variant_of(key: str, config: Mapping[str, Any]) -> str | None:
+    """The option that is on in `config` and brings the tensor `key`, see VARIANTS."""
+    for end, option in VARIANTS.items():
+        if key.endswith(end) and config.get(option):
+            return option
+    return None
+
+
+def refuse_variant(data: AdapterData, where: str) -> None:
+    """Raises ValueError if `data` is more than LoRA factors that are added to weights."""
+    for option in VARIANTS.values():
+        if data.config.get(option):
+            raise ValueError(
+                f"{where} was trained with {option}=True, which only stock PEFT applies; serve or "
+                "merge it there, on the stock model"
+            )
+
+
+def _check_variant(data: AdapterData, where: str) -> None:
+    for end, option in VARIANTS.items():
+        linear_only = option == "lora_bias"
+        for path in (*data.dense, *(() if linear_only else data.embeddings)):
+            if data.config.get(option) and f"{path}{end}" not in data.variant:
+                raise ValueError(
+                    f"{where}: {option}=True but {path} has no {end[1:]}; the file is incomplete, "
+                    "save the adapter again"
+                )
 
 
 def _check_manifest(found: Mapping[str, Any], trained: Mapping[str, Any], where: str) -> None:
@@ -426,7 +466,8 @@ def _only(
         return experts
     for path, module in experts.items():
         for p in [p for p in module if p not in projections]:
-            if module[p].a.any() or module[p].b.any():
+            # a dry run's tensors, on the meta device, have no values
+            if not module[p].a.is_meta and (module[p].a.any() or module[p].b.any()):
                 raise ValueError(
                     f"{where}: {path}.{PROJECTION_KEYS[p]} is not zero although only "
                     f"{', '.join(projections)} were "
@@ -443,7 +484,8 @@ def standard_tensors(data: AdapterData, names: Mapping[str, str]) -> dict[str, T
     """Tensors by PEFT key, per expert; projections that stock peft needs beside the trained ones
     are zero.
     """
-    out = {f"base_model.model.{k}": v.contiguous() for k, v in data.extra.items()}
+    whole = {**data.extra, **data.variant}
+    out = {f"base_model.model.{k}": v.contiguous() for k, v in whole.items()}
     for path, f in data.dense.items():
         out[f"base_model.model.{path}.lora_A.weight"] = f.a.contiguous()
         out[f"base_model.model.{path}.lora_B.weight"] = f.b.contiguous()

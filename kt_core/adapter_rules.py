@@ -15,7 +15,8 @@ _KNOWN = frozenset(
     target_modules exclude_modules lora_alpha lora_dropout fan_in_fan_out bias use_rslora
     modules_to_save init_lora_weights layers_to_transform layers_pattern rank_pattern alpha_pattern
     megatron_core trainable_token_indices loftq_config eva_config corda_config lora_ga_config
-    velora_config qalora_group_size target_parameters ensure_weight_tying runtime_config
+    velora_config qalora_group_size target_parameters ensure_weight_tying runtime_config use_dora
+    lora_bias
     """.split()  # noqa: SIM905 - a table
 )
 # Values of init_lora_weights beside true and false that leave the base weights as they are.

@@ -22,7 +22,7 @@ from torch import Tensor
 from kt_core import checkpoint, merged_files, quantized
 from kt_core.adapter_extra import Rows
 from kt_core.adapter_fit import Fitted, Site, fit, site_of
-from kt_core.adapter_format import Factors, read_adapter
+from kt_core.adapter_format import Factors, read_adapter, refuse_variant
 from kt_core.layout import find_experts
 from kt_core.skeleton import Skeleton, skeleton, weight_files
 
@@ -90,6 +90,7 @@ def merge(
     files = weight_files(source)
     bones = skeleton(source, trust_remote_code=trust_remote_code)
     data = read_adapter(adapter_dir, hidden=bones.model.config.get_text_config().hidden_size)
+    refuse_variant(data, where)
     layouts = find_experts(bones.model) if data.experts else []
     site = site_of(bones.model, {layout.name: layout.shape for layout in layouts})
     fitted = fit(data, site, where)

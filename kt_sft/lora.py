@@ -26,17 +26,11 @@ from kt_core.experts import Lora
 from kt_core.module import KTExpertsLinear
 from kt_sft.targets import plan_of
 
-# Variants of LoRA that the kernels do not compute. peft >= 0.19 also marks such fields itself
-# ("is_lora_variant").
-_REFUSED = (
-    "use_dora",
-    "lora_bias",
-    "use_qalora",
-    "alora_invocation_tokens",
-    "arrow_config",
-    "fan_in_fan_out",
-    "layer_replication",
-)
+# LoRA options that dense modules may have, and experts not.
+_DENSE_ONLY = ("use_dora", "lora_bias", "fan_in_fan_out")
+# Options that nothing here can train, save and load again. peft >= 0.19 also marks such fields
+# itself ("is_lora_variant").
+_REFUSED = ("use_qalora", "alora_invocation_tokens", "arrow_config", "layer_replication")
 _INITS = (True, False, "gaussian")
 MERGE = (
     "packed expert weights cannot take a LoRA delta; save the adapter and merge it into the "
@@ -106,7 +100,7 @@ class KTExpertsLoraLinear(nn.Module, LoraLayer):
         base = self.get_base_layer()
         plan = plan_of(base)
         config = plan.config
-        check_supported(config)
+        check_supported(config, experts=True)
         self.use_rslora[adapter_name], self.use_dora[adapter_name] = config.use_rslora, False
         self.lora_bias[adapter_name] = False
         p = config.lora_dropout
@@ -224,21 +218,27 @@ class KTExpertsLoraLinear(nn.Module, LoraLayer):
         """Nothing is ever merged here."""
 
 
-def check_supported(config: LoraConfig) -> None:
-    """Raises ValueError naming the first LoRA option that the expert kernels do not compute."""
+def check_supported(config: LoraConfig, *, experts: bool) -> None:
+    """Raises ValueError naming the first LoRA option that cannot be had on a model with CPU
+    experts, or, for `experts`, on these themselves.
+    """
     for field in dataclasses.fields(config):
         value = vars(config)[field.name]
-        if (field.name in _REFUSED or field.metadata.get("is_lora_variant")) and value:
+        if value and field.name in _DENSE_ONLY:
+            if experts:
+                raise ValueError(
+                    f"{field.name}={value!r} is not supported on experts in CPU memory; remove it, "
+                    "or take the experts out of the LoRA targets"
+                )
+        elif value and (field.name in _REFUSED or field.metadata.get("is_lora_variant")):
             raise ValueError(
-                f"{field.name}={value!r} is not supported on experts in CPU memory; remove it, or "
-                "take the experts out "
-                "of the LoRA targets"
+                f"{field.name}={value!r} is not supported beside experts in CPU memory; remove it"
             )
-    if not any(config.init_lora_weights is i or config.init_lora_weights == i for i in _INITS):
+    known = any(config.init_lora_weights is i or config.init_lora_weights == i for i in _INITS)
+    if experts and not known:
         raise ValueError(
             f"init_lora_weights={config.init_lora_weights!r} is not supported on experts in CPU "
-            "memory; use True, "
-            "False or gaussian"
+            "memory; use True, False or gaussian"
         )
 
 

@@ -15,6 +15,7 @@ import logging
 import os
 import shutil
 import tempfile
+import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -47,6 +48,7 @@ from kt_core.adapter_format import (
     manifest,
     parse_adapter,
     read_adapter,
+    variant_of,
 )
 from kt_core.module import KTExpertsLinear, is_linear
 from kt_sft import groups, stock, targets
@@ -85,52 +87,33 @@ def inject_adapter(
     if not has_experts(model):
         return original(self, model, adapter_name, *args, **kw)
     config = self.peft_config[adapter_name]
+    check_supported(config, experts=False)
     plans = targets.resolve(config, model, targets.model_type_of(model))
     if plans:
-        check_supported(config)
+        check_supported(config, experts=True)
         config._register_custom_module({KTExpertsLinear: KTExpertsLoraLinear})
     with targets.injecting(plans):
         original(self, model, adapter_name, *args, **kw)
-    if not config.inference_mode and _first_rank():
-        stock.say(_choice(model, _planned(model, adapter_name, config)), model, logging.WARNING)
 
 
-def _first_rank() -> bool:
-    return not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
-
-
-def _planned(base: nn.Module, name: str, config: LoraConfig) -> AdapterData:
-    """The adapter `name` as it is in `base`, before anything is trained."""
-    experts: dict[str, dict[str, Factors]] = {}
-    dense: dict[str, Factors] = {}
-    for path, module in base.named_modules():
-        if not isinstance(module, LoraLayer) or name not in module.lora_A:
-            continue
-        a, b = module.lora_A[name], module.lora_B[name]
-        if isinstance(module, KTExpertsLoraLinear):
-            experts[path] = {
-                p: Factors(
-                    a.get_parameter(PROJECTION_KEYS[p]), b.get_parameter(PROJECTION_KEYS[p]), scale
-                )
-                for p, scale in module.projection_scaling(name).items()
-            }
-        else:
-            dense[path] = Factors(a.weight, b.weight, module.scaling[name])
-    plain = {k: sorted(v) if isinstance(v, set) else v for k, v in config.to_dict().items()}
-    return AdapterData(plain, experts, dense, dropout=config.lora_dropout)
+def planned(model: PeftModel, name: str) -> AdapterData:
+    """What `collect` would give for a save at this moment, on the meta device."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # peft warns again at every save
+        tensors = get_peft_model_state_dict(model, adapter_name=name)
+    return collect(model, name, {k: torch.empty_like(t, device="meta") for k, t in tensors.items()})
 
 
 def layout_of(model: PeftModel, name: str = "default") -> stock.Choice:
     """The layout in which adapter `name` of `model` is saved, and what stock peft makes of it."""
-    base = model.get_base_model()
-    return _choice(base, _planned(base, name, model.peft_config[name]))
+    return choose_layout(model.get_base_model(), planned(model, name))
 
 
-def _choice(base: nn.Module, data: AdapterData) -> stock.Choice:
+def choose_layout(base: nn.Module, data: AdapterData) -> stock.Choice:
     """The layout in which `data` is saved."""
     names = expert_names(targets.model_type_of(base))
     wanted = settings_of(base).export_layout
-    return stock.choose(base, data, names, _linear_paths(base), _other_paths(base), wanted)
+    return stock.choose(base, data, names, linear_paths(base), other_paths(base), wanted)
 
 
 # ------------------------------------------------------------------------------------------ saving
@@ -178,13 +161,19 @@ def save_pretrained(
             f"adapter {unknown[0]!r} does not exist; this model has {', '.join(self.peft_config)}"
         )
     for name in names:
-        tensors = get_peft_model_state_dict(
-            self,
-            state_dict=kw.get("state_dict"),
-            adapter_name=name,
-            save_embedding_layers=save_embedding_layers,
-        )
-        tensors = {k: _whole(t) for k, t in tensors.items()}  # collective where tensors are sharded
+        try:
+            tensors = get_peft_model_state_dict(
+                self,
+                state_dict=kw.get("state_dict"),
+                adapter_name=name,
+                save_embedding_layers=save_embedding_layers,
+            )
+        except KeyError as error:
+            raise RuntimeError(
+                f"{error.args[0]} was trained but is not in the state dict to be saved; under a "
+                "sharded model pass the gathered state_dict or call save_pretrained on every rank"
+            ) from error
+        tensors = _apart({k: _whole(t) for k, t in tensors.items()})  # collective if sharded
         if is_main_process:
             target = Path(save_directory) / (name if name != "default" else "")
             _save_one(self, name, tensors, target)
@@ -199,6 +188,18 @@ def _whole(tensor: Tensor) -> Tensor:
     if isinstance(tensor, torch.distributed.tensor.DTensor):
         tensor = tensor.full_tensor()
     return tensor.detach().cpu()
+
+
+def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """`tensors` without shared memory, which safetensors does not write: tied weights are copied,
+    as peft does.
+    """
+    seen: set[int] = set()
+    out = {}
+    for key, tensor in tensors.items():
+        out[key] = tensor.clone() if tensor.data_ptr() in seen else tensor
+        seen.add(tensor.data_ptr())
+    return out
 
 
 def _save_one(model: PeftModel, name: str, tensors: Mapping[str, Tensor], target: Path) -> None:
@@ -216,10 +217,10 @@ def _save_one(model: PeftModel, name: str, tensors: Mapping[str, Tensor], target
                 "model: one rank's "
                 "shard; pass the gathered state_dict"
             )
-    data = _collect(model, name, tensors)
+    data = collect(model, name, tensors)
     base = model.get_base_model()
     model_type = targets.model_type_of(base)
-    choice = _choice(base, data)
+    choice = choose_layout(base, data)
     layout = choice.layout
     target.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=".kt-saving-", dir=target))
@@ -228,8 +229,8 @@ def _save_one(model: PeftModel, name: str, tensors: Mapping[str, Tensor], target
             temporary,
             data,
             model_type=model_type,
-            linear_paths=_linear_paths(base),
-            other_paths=_other_paths(base),
+            linear_paths=linear_paths(base),
+            other_paths=other_paths(base),
             layout=layout,
         )
         _verify(temporary, data, model_type, layout)
@@ -254,48 +255,55 @@ def _trained_shapes(model: PeftModel, name: str) -> dict[str, tuple[int, ...]]:
     """Global shapes of every parameter of adapter `name`, by the key get_peft_model_state_dict
     gives it.
     """
-    state = {k: p for k, p in model.named_parameters() if "lora_" in k or "modules_to_save" in k}
-    keys = get_peft_model_state_dict(
-        model, state_dict=state, adapter_name=name, save_embedding_layers=False
-    )
+    keys = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
     return {k: tuple(p.shape) for k, p in keys.items()}
 
 
-def _collect(model: PeftModel, name: str, tensors: Mapping[str, Tensor]) -> AdapterData:
-    """The adapter as AdapterData, from peft's state dict and the scales that the layers use."""
-    rest = dict(tensors)
+def collect(model: PeftModel, name: str, tensors: Mapping[str, Tensor]) -> AdapterData:
+    """The adapter as AdapterData, from peft's state dict and the scales that the layers use.
+
+    Raises ValueError for a LoRA tensor of a kind that is not known.
+    """
+    config = model.peft_config[name]
+    if config.base_model_name_or_path is None:
+        config.base_model_name_or_path = model.get_base_model().name_or_path
+    plain = {k: sorted(v) if isinstance(v, set) else v for k, v in config.to_dict().items()}
+    rest = {k.removeprefix(_PREFIX): t for k, t in tensors.items()}
     experts: dict[str, dict[str, Factors]] = {}
     dense: dict[str, Factors] = {}
+    embeddings: dict[str, Factors] = {}
     for path, module in model.get_base_model().named_modules():
         if not isinstance(module, LoraLayer) or name not in module.scaling:
             continue
-        key = f"{_PREFIX}{path}"
+        key, scale = path.replace(".base_layer", ""), module.scaling[name]
         if isinstance(module, KTExpertsLoraLinear):
             experts[path] = {
                 p: Factors(
-                    rest.pop(f"{key}.lora_A.{PROJECTION_KEYS[p]}"),
-                    rest.pop(f"{key}.lora_B.{PROJECTION_KEYS[p]}"),
-                    scale,
+                    rest.pop(f"{path}.lora_A.{PROJECTION_KEYS[p]}"),
+                    rest.pop(f"{path}.lora_B.{PROJECTION_KEYS[p]}"),
+                    one,
                 )
-                for p, scale in module.projection_scaling(name).items()
+                for p, one in module.projection_scaling(name).items()
             }
         elif f"{key}.lora_A.weight" in rest:
             a, b = rest.pop(f"{key}.lora_A.weight"), rest.pop(f"{key}.lora_B.weight")
-            dense[path] = Factors(a, b, module.scaling[name])
+            dense[key] = Factors(a, b, scale)
+        elif f"{key}.lora_embedding_A" in rest:
+            a, b = rest.pop(f"{key}.lora_embedding_A"), rest.pop(f"{key}.lora_embedding_B")
+            embeddings[key] = Factors(a, b, scale)
+    variant = {k: rest.pop(k) for k in list(rest) if variant_of(k, plain)}
     if lost := [k for k in rest if ".lora_" in k]:
         raise ValueError(
             f"{lost[0]} cannot be expressed in a standard LoRA adapter; take its module out of the "
             "LoRA targets"
         )
-    config = model.peft_config[name]
-    if config.base_model_name_or_path is None:
-        config.base_model_name_or_path = model.get_base_model().name_or_path
-    plain = {k: sorted(v) if isinstance(v, set) else v for k, v in config.to_dict().items()}
-    extra = {k.removeprefix(_PREFIX): v for k, v in rest.items()}
-    return AdapterData(plain, experts, dense, extra, dropout=config.lora_dropout)
+    return AdapterData(
+        plain, experts, dense, rest, config.lora_dropout, embeddings=embeddings, variant=variant
+    )
 
 
-def _linear_paths(base: nn.Module) -> list[str]:
+def linear_paths(base: nn.Module) -> list[str]:
+    """Paths of the Linears of `base`, as on the model without any adapter."""
     found = []
     for path, module in base.named_modules():
         if is_linear(module) and ".lora_" not in f".{path}":
@@ -303,10 +311,10 @@ def _linear_paths(base: nn.Module) -> list[str]:
     return found
 
 
-def _other_paths(base: nn.Module) -> list[str]:
+def other_paths(base: nn.Module) -> list[str]:
     """Paths of the modules that are no Linear, as on the model without any adapter."""
     names = {n.replace(".base_layer", "") for n, _ in base.named_modules() if ".lora_" not in n}
-    return sorted(names - {""} - set(_linear_paths(base)))
+    return sorted(names - {""} - set(linear_paths(base)))
 
 
 def _verify(directory: Path, data: AdapterData, model_type: str, layout: str) -> None:
@@ -440,7 +448,7 @@ def _read(
     site = site_of(base)
     fitted = fit(data, site, str(model_id))
     data = dataclasses.replace(translated(data, names_of(data, site)), experts=fitted.experts)
-    for key, value in training_config(data, set(_linear_paths(base))).items():
+    for key, value in training_config(data, set(linear_paths(base))).items():
         setattr(config, key, value)
     return config, data
 
@@ -451,7 +459,7 @@ def _native(data: AdapterData) -> dict[str, Tensor]:
     """
     # peft writes a resized module that was trained whole twice
     whole = {k: v for k, v in data.extra.items() if ".modules_to_save." not in k}
-    out = {f"{_PREFIX}{k}": v for k, v in whole.items()}
+    out = {f"{_PREFIX}{k}": v for k, v in {**whole, **data.variant}.items()}
     for path, f in data.dense.items():
         out[f"{_PREFIX}{path}.lora_A.weight"], out[f"{_PREFIX}{path}.lora_B.weight"] = f.a, f.b
     for path, f in data.embeddings.items():

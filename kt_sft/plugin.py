@@ -43,7 +43,7 @@ def install() -> None:
     from transformers import Trainer
     from transformers.integrations.peft import PeftAdapterMixin
 
-    from kt_sft import card, peft_io, peft_refusals, resume, step_log, value_head
+    from kt_sft import card, dry_run, peft_io, peft_refusals, resume, step_log, value_head
 
     hf.install()
     resume.read_on_numbered_cpus()
@@ -61,6 +61,10 @@ def install() -> None:
     wrap(Trainer, "save_model", resume.save_model, ["self", "output_dir", "_internal_call"])
     wrap(Trainer, "_save_checkpoint", resume.save_checkpoint, ["self", "model", "trial"])
     wrap(LoraModel, "inject_adapter", peft_io.inject_adapter, ["self", "model", "adapter_name"])
+    names = ["self", "model", "peft_config", "adapter_name"]
+    wrap(peft.PeftModel, "__init__", dry_run.created, names)
+    names = ["self", "adapter_name", "peft_config"]
+    wrap(peft.PeftModel, "add_adapter", dry_run.added, names)
     names = ["self", "adapter_names", "safe_merge"]
     wrap(LoraModel, "merge_adapter", peft_refusals.merge, names)
     names = ["self", "progressbar", "safe_merge", "adapter_names"]

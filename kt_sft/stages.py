@@ -32,7 +32,6 @@ _REFUSED = (
     ("model", "kt_lora_expert_num", None, "remove it"),
     ("model", "kt_lora_expert_intermediate_size", None, "remove it"),
     ("finetuning", "pissa_init", False, "remove it: experts are packed"),
-    ("finetuning", "use_dora", False, "remove it: experts are packed"),
     ("finetuning", "use_llama_pro", False, "remove it"),
     ("finetuning", "use_galore", False, "remove it"),
     ("finetuning", "use_apollo", False, "remove it"),
@@ -61,6 +60,11 @@ def check(model_args: Any, finetuning_args: Any) -> None:
         value = vars({"model": model_args, "finetuning": finetuning_args}[kind]).get(key, accepted)
         if value != accepted:
             raise ValueError(f"{key}={value!r} is not supported with use_kt; {fix}")
+    if finetuning_args.use_dora and {"all", "experts"} & set(finetuning_args.lora_target):
+        raise ValueError(
+            f"use_dora=True is not supported on experts in CPU memory, which lora_target="
+            f"{','.join(finetuning_args.lora_target)} includes; remove it, or name other parts"
+        )
     if "experts" in (finetuning_args.additional_target or ()):
         raise ValueError(
             "additional_target=experts asks for a trainable copy of all experts, which use_kt "

@@ -35,6 +35,15 @@ from kt_core.adapter_fused import flattened, fuse
 log = logging.getLogger("kt")
 
 LAYOUTS = ("per_expert", "fused")  # the first that is read in full is written
+# What is trained beside the factors of Linears and experts, and how factors begin, does not concern
+# the ones that are loaded.
+_BESIDE = {
+    "modules_to_save": None,
+    "init_lora_weights": True,
+    "trainable_token_indices": None,
+    "use_dora": False,
+    "lora_bias": False,
+}
 _answers: dict[str, str | None] = {}
 
 
@@ -142,7 +151,8 @@ def _sample(data: AdapterData) -> AdapterData:
         for path in _first_of_kind(data.experts)
     }
     dense = {path: drawn(data.dense[path]) for path in _first_of_kind(data.dense)}
-    return dataclasses.replace(data, experts=experts, dense=dense, extra={}, embeddings={})
+    none: dict[str, Any] = {"extra": {}, "embeddings": {}, "variant": {}}
+    return dataclasses.replace(data, experts=experts, dense=dense, **none)
 
 
 def _load(
@@ -158,8 +168,7 @@ def _load(
         directory = Path(name)
         tensors = adapter_tensors(sample, names, layout)
         safetensors.torch.save_file(tensors, directory / WEIGHTS_FILE, metadata={"format": "pt"})
-        # What is trained whole, and how factors begin, does not concern the ones that are loaded.
-        own = dict(config) | {"modules_to_save": None, "init_lora_weights": True}
+        own = dict(config) | _BESIDE
         (directory / CONFIG_FILE).write_text(json.dumps(own))
         try:
             with warnings.catch_warnings():

@@ -90,6 +90,8 @@ def stock(script: str, *args: object) -> str:
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": str(TESTS),
     }
+    # this module imports the plugin, which installs them
+    script = f"from kt_sft import plugin; plugin.uninstall()\n{script}"
     done = subprocess.run(
         [sys.executable, "-c", script, *map(str, args)], env=env, capture_output=True, text=True
     )

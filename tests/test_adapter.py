@@ -316,8 +316,9 @@ def test_configs_that_are_not_plain_lora(tmp_path):
     tensors = standard_tensors(_data(), expert_names("qwen3_moe"))
     for change, message in (
         ({"peft_type": "IA3"}, "peft_type='IA3' is not supported; only LORA is"),
-        ({"use_dora": True}, "use_dora=True is not supported"),
-        ({"lora_bias": True}, "lora_bias=True is not supported"),
+        ({"use_dora": True}, "use_dora=True but .* has no lora_magnitude_vector; the file is"),
+        ({"lora_bias": True}, "lora_bias=True but .* has no lora_B.bias; the file is incomplete"),
+        ({"use_qalora": True}, "use_qalora=True is not supported"),
         ({"r": 4}, "the config says rank 4; config and weights belong to different adapters"),
     ):
         with pytest.raises(ValueError, match=message):

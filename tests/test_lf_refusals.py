@@ -41,7 +41,7 @@ REFUSED = {
     "not a mapping": ({"kt_config": "int8"}, "is not JSON"),
     "quantization": ({"quantization_bit": 4}, "quantization_bit=4 is not supported with use_kt"),
     "stock kt key": ({"kt_weight_path": "/x"}, "kt_weight_path='/x' .* use kt_config.packed_dir"),
-    "dora": ({"use_dora": True}, "use_dora=True is not supported with use_kt; remove it"),
+    "dora": ({"use_dora": True}, "use_dora=True is not supported on experts .*; remove it"),
     "pissa": ({"pissa_init": True}, "pissa_init=True is not supported with use_kt"),
     "unsloth": ({"use_unsloth": True}, "use_unsloth=True is not supported with use_kt"),
     "unsloth checkpoints": ({"use_unsloth_gc": True}, "cannot keep expert activations"),
