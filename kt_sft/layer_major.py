@@ -91,20 +91,22 @@ def apply(training_args: Any, stage: str) -> None:
     )
 
 
-def get_train_dataloader(original: Callable[..., DataLoader[Any]], trainer: Any) -> DataLoader[Any]:
+def get_train_dataloader(
+    original: Callable[..., DataLoader[Any]], trainer: Any, *args: Any, **kw: Any
+) -> DataLoader[Any]:
     """Trainer.get_train_dataloader. Raises ValueError where the trainer's loss, now that its model
     is known, depends on the micro-batch.
     """
     together: Together | None = vars(trainer.args).get("kt_together")
     if together is None:
-        return original(trainer)
+        return original(trainer, *args, **kw)
     _check_loss(trainer, together.stage)
     if isinstance(trainer.train_dataset, IterableDataset):  # its samples come as they come
-        return original(trainer)
+        return original(trainer, *args, **kw)
     rows = trainer._train_batch_size
     trainer._train_batch_size = rows // together.micro_batches
     try:
-        loader = original(trainer)
+        loader = original(trainer, *args, **kw)
     finally:
         trainer._train_batch_size = rows
     pairs, each = len(trainer.train_dataset), rows // together.micro_batches

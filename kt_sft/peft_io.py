@@ -54,9 +54,13 @@ from kt_core.module import KTExpertsLinear, is_linear
 from kt_sft import groups, stock, targets
 from kt_sft.config import KTConfig
 from kt_sft.lora import KTExpertsLoraLinear, check_supported
+from kt_sft.seams import refuse_unknown
 
 log = logging.getLogger("kt")
 _PREFIX = "base_model.model."
+_HUB = ("revision", "cache_dir", "token", "subfolder", "local_files_only")
+# Of models that accelerate has spread over devices and disk, which ours are not.
+_OFFLOADING = ("device_map", "max_memory", "offload_dir", "offload_folder", "offload_index")
 _settings: weakref.WeakKeyDictionary[nn.Module, KTConfig] = weakref.WeakKeyDictionary()
 
 
@@ -155,6 +159,7 @@ def save_pretrained(
     ):
         if value:
             raise ValueError(f"{key} is not supported on a model with experts in CPU memory; {fix}")
+    refuse_unknown(kw, ("state_dict",), "PeftModel.save_pretrained", "peft")
     names = list(self.peft_config) if selected_adapters is None else selected_adapters
     if unknown := [n for n in names if n not in self.peft_config]:
         raise ValueError(
@@ -400,6 +405,8 @@ def load_adapter(
             low_cpu_mem_usage,
             **kw,
         )
+    known = (*_HUB, *_OFFLOADING)
+    refuse_unknown(kw, known, "PeftModel.load_adapter", "peft")
     config, data = _read(model_id, self.get_base_model(), kw)
     if adapter_name not in self.peft_config:
         config.inference_mode = not is_trainable
@@ -434,9 +441,7 @@ def _read(
     """A directory's or hub repository's adapter, and the LoraConfig that gives its tensors a place
     in `base`.
     """
-    hub = {
-        k: kw[k] for k in ("revision", "cache_dir", "token", "subfolder") if kw.get(k) is not None
-    }
+    hub = {k: kw[k] for k in _HUB if kw.get(k) is not None}
     config = LoraConfig.from_pretrained(model_id, **hub)
     folder = Path(model_id) / kw["subfolder"] if kw.get("subfolder") else Path(model_id)
     hidden = base.config.get_text_config().hidden_size

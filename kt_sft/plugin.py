@@ -165,6 +165,8 @@ def wrap(owner: Any, name: str, replacement: Callable[..., Any], expected: list[
     def hooked(*args: Any, **kw: Any) -> Any:
         return replacement(function, *args, **kw)
 
+    vars(hooked)["kt_replacement"] = replacement
+
     own = name in vars(owner)
     _installed.append((owner, name, stored if own else function))
     setattr(owner, name, classmethod(hooked) if isinstance(stored, classmethod) else hooked)

@@ -250,6 +250,8 @@ def save_model(
     trainer: Any,
     output_dir: str | None = None,
     _internal_call: bool = False,
+    *args: Any,
+    **kw: Any,
 ) -> None:
     """Trainer.save_model, which under FSDP with SHARDED_STATE_DICT would save no adapter at all."""
     if (
@@ -257,7 +259,7 @@ def save_model(
         or not trainer.is_fsdp_enabled
         or "FULL_STATE_DICT" in str(trainer.accelerator.state.fsdp_plugin.state_dict_type)
     ):
-        original(trainer, output_dir, _internal_call)
+        original(trainer, output_dir, _internal_call, *args, **kw)
         return
     folder = output_dir or trainer.args.output_dir
     model = trainer.accelerator.unwrap_model(trainer.model)

@@ -17,7 +17,12 @@ FILE, _PREFIX = "value_head.safetensors", "v_head."
 
 
 def load_from_checkpoint(
-    original: Callable[..., None], self: Any, resume_from_checkpoint: str, model: Any = None
+    original: Callable[..., None],
+    self: Any,
+    resume_from_checkpoint: str,
+    model: Any = None,
+    *args: Any,
+    **kw: Any,
 ) -> None:
     """Trainer._load_from_checkpoint: adapter and value head of a reward model with CPU experts.
 
@@ -26,7 +31,7 @@ def load_from_checkpoint(
     whole = self.model if model is None else model
     file = Path(resume_from_checkpoint) / FILE
     if not file.is_file() or not has_experts(whole):
-        return original(self, resume_from_checkpoint, model)
+        return original(self, resume_from_checkpoint, model, *args, **kw)
     head = {k.removeprefix(_PREFIX): t for k, t in load_file(file).items()}
     wanted = {k: t.shape for k, t in whole.v_head.state_dict().items()}
     if {k: t.shape for k, t in head.items()} != wanted:
