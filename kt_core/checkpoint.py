@@ -10,6 +10,7 @@ loader says where a stored tensor goes.
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -37,12 +38,14 @@ class Want:
     """What a model asks of a checkpoint.
 
     shapes: module name in the model -> (experts, hidden, intermediate). parameter: the model's own
-    name for the parameter that a stored tensor goes to. transposed: the model's own loader
+    name for the parameter that a stored tensor goes to. projection: of the tensors that its loader
+    collects by expert, gate, up or down; None for others. transposed: the model's own loader
     transposes fused expert tensors.
     """
 
     shapes: Mapping[str, Shape]
     parameter: Callable[[str], str] = str
+    projection: Callable[[str], str | None] = lambda tensor: None
     transposed: bool = False
 
     def module(self, tensor: str) -> str | None:
@@ -153,17 +156,29 @@ def collect(source: Source, want: Want) -> dict[str, list[Part]]:
             )
         if other is None or part.readable:
             chosen[key] = part
-    return {name: _layer(name, shape, chosen, source.files) for name, shape in want.shapes.items()}
+    return {name: _layer(name, shape, chosen, source, want) for name, shape in want.shapes.items()}
 
 
 def _layer(
-    module: str, shape: Shape, chosen: Mapping[tuple[str, int, str], Part], files: Sequence[Path]
+    module: str,
+    shape: Shape,
+    chosen: Mapping[tuple[str, int, str], Part],
+    source: Source,
+    want: Want,
 ) -> list[Part]:
+    files = source.files
     keys = [(module, e, p) for e in range(shape[0]) for p in PROJECTIONS]
     missing = [key for key in keys if key not in chosen]
     if missing:
         _, expert, projection = missing[0]
         where = files[0] if len(files) == 1 else f"{files[0].parent} ({len(files)} files)"
+        if len(missing) == len(keys) and (others := _alike(module, source, want)):
+            raise ValueError(
+                f"checkpoint {where} has no tensor under a name that is known for the experts of "
+                f"{module}, but others there, such as {others[0].name} {list(others[0].shape)}; "
+                "the file may be good: install a transformers version that knows its names, or "
+                "pass key_mapping to say what they mean"
+            )
         raise ValueError(
             f"checkpoint {where} lacks the {projection} projection of expert {expert} of {module} "
             f"({len(missing)} of {len(keys)} missing there); check that config.json belongs to it "
@@ -179,6 +194,21 @@ def _layer(
             )
     order = {file: i for i, file in enumerate(files)}
     return sorted((chosen[key] for key in keys), key=lambda part: order[part.file])
+
+
+def _alike(module: str, source: Source, want: Want) -> list[Stored]:
+    """Tensors of the layer of `module` that could be its experts by their shape or number, but go
+    to no module that is wanted.
+    """
+    numbers = list(re.finditer(r"\.\d+\.", f"{module}."))
+    layer = module[: numbers[-1].end()] if numbers else module
+    return [
+        s
+        for s in source.safetensors
+        if want.module(s.name) is None
+        and (s.name.startswith(layer) or want.parameter(s.name).startswith(layer))
+        and (len(s.shape) == 3 or re.search(r"\.\d+\.", s.name[len(layer) - 1 :]))
+    ]
 
 
 def _check_shape(part: Part, shape: Shape) -> None:

@@ -10,7 +10,6 @@ passes the call on untouched, so stock and KT models live in one process.
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Set
@@ -22,11 +21,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 import transformers
-from transformers.core_model_loading import (
-    WeightConverter,
-    WeightRenaming,
-    rename_source_key,
-)
 from transformers.integrations import is_fsdp_enabled
 from transformers.modeling_utils import PreTrainedModel, is_local_dist_rank_0
 
@@ -34,14 +28,12 @@ from kt_core import checkpoint, experts, memory, packing, quantized, reuse, runt
 from kt_core.host import Host
 from kt_core.layout import ExpertsLayout, find_experts
 from kt_core.module import KTExpertsLinear, Runner, inference_runner
+from kt_core.naming import Naming
 
 _WRAPPED_ARGUMENTS = ["model", "state_dict", "checkpoint_files", "load_config"]
 
 # Dtypes of weights in which NaN and Inf are looked for.
 _CHECKED = (torch.bfloat16, torch.float16, torch.float32)
-
-# What transformers does to expert tensors when it loads them, as far as the dialects do the same.
-_KNOWN_CONVERSIONS = {"MergeModulelist", "Concatenate", "Transpose", "Force16BytesAlignment"}
 
 
 @dataclass(frozen=True)
@@ -253,11 +245,8 @@ def _load_pretrained_model(
     source_name = str(load_config.pretrained_model_name_or_path)
     source = checkpoint.Source([Path(file) for file in checkpoint_files])
     quantized.refuse_names((stored.name for stored in source.safetensors), source_name)
-    want = checkpoint.Want(
-        {layout.name: layout.shape for layout in layouts},
-        parameter=renaming(model, load_config.weight_mapping),
-        transposed=transposed(model, load_config.weight_mapping),
-    )
+    naming = Naming(model, load_config.weight_mapping)
+    want = naming.want({layout.name: layout.shape for layout in layouts})
     form = packing.Format(settings.format, settings.weights_per_scale, settings.numa_nodes)
     other_bytes = _other_bytes(model, layouts, load_config.device_map)
     # Under FSDP with cpu_ram_efficient_loading only the first process of a machine holds them.
@@ -283,8 +272,10 @@ def _load_pretrained_model(
     _swap(model, layouts, packed, settings.runner)
     _origins[model] = Origin(source.files, want)
     # What transformers, which no longer knows the experts, will call their tensors.
-    renamed = renaming(model, load_config.weight_mapping)
-    ours = {renamed(stored.name) for stored in source.safetensors if want.module(stored.name)}
+    renamed = Naming(model, load_config.weight_mapping)
+    ours = {
+        renamed.parameter(stored.name) for stored in source.safetensors if want.module(stored.name)
+    }
     del source  # closes its files
     with host.step("loading the other weights", everywhere=True):
         info, offload = _original(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
@@ -362,45 +353,6 @@ def _swap(
         index = _layer_index(layout.name, position)
         module = KTExpertsLinear(packed[layout.name], runner=runner, layer_index=index)
         setattr(model.get_submodule(parent), leaf, module)
-
-
-def renaming(model: PreTrainedModel, weight_mapping: list[Any] | None) -> Callable[[str], str]:
-    """transformers' own way from the name of a stored tensor to the name of a parameter."""
-    renamings = [entry for entry in weight_mapping or [] if isinstance(entry, WeightRenaming)]
-    converters = [entry for entry in weight_mapping or [] if isinstance(entry, WeightConverter)]
-    parameters = model.state_dict()
-
-    prefix = model.base_model_prefix  # not the model: what keeps the function would keep it
-
-    @functools.cache
-    def parameter(tensor: str) -> str:
-        name, _ = rename_source_key(tensor, renamings, converters, prefix, parameters)
-        if name not in parameters and tensor in parameters:
-            name, _ = rename_source_key(tensor, [], [], prefix, parameters)
-        return str(name)
-
-    return parameter
-
-
-def transposed(model: PreTrainedModel, weight_mapping: list[Any] | None) -> bool:
-    """Whether this model's loader transposes expert tensors. Raises ValueError for a conversion we
-    do not do.
-    """
-    operations = {
-        type(operation).__name__
-        for entry in weight_mapping or []
-        if isinstance(entry, WeightConverter)
-        and any(".experts." in f".{t}" for t in entry.target_patterns)
-        for operation in entry.operations
-    }
-    unknown = sorted(operations - _KNOWN_CONVERSIONS)
-    if unknown:
-        raise ValueError(
-            f"{type(model).__name__} loads its experts through {', '.join(unknown)}, which is not "
-            "supported; load it "
-            "without use_kt"
-        )
-    return "Transpose" in operations
 
 
 def _other_bytes(

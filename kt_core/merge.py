@@ -145,7 +145,7 @@ def _plan(
 ) -> _Plan:
     stored: dict[str, list[checkpoint.Stored]] = {}
     for entry in source.safetensors:
-        stored.setdefault(bones.parameter(entry.name), []).append(entry)
+        stored.setdefault(bones.naming.parameter(entry.name), []).append(entry)
     by_parameter = _parameter_edits(fitted)
     new: dict[str, tuple[str, _Edit]] = {}
     for twin, origin in site.tied.items():
@@ -166,7 +166,7 @@ def _plan(
             )
         edits[found[0].name] = edit
     shapes = {path: site.experts[path] for path in fitted.experts}
-    want = checkpoint.Want(shapes, bones.parameter, bones.transposed)
+    want = bones.naming.want(shapes)
     for path, parts in checkpoint.collect(source, want).items() if shapes else ():
         for part in parts:
             f = fitted.experts[path].get(part.projection)

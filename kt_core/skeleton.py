@@ -5,7 +5,6 @@ which stored tensor is which of its parameters.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,19 +15,17 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 
 from kt_core import hf
 from kt_core.merged_files import INDEX
+from kt_core.naming import Naming
 
 _SINGLE = "model.safetensors"
 
 
 @dataclass(frozen=True)
 class Skeleton:
-    """model: on the meta device. parameter: its name for a stored tensor. transposed: its loader
-    transposes fused expert tensors.
-    """
+    """model: on the meta device. naming: what it calls stored tensors."""
 
     model: Any
-    parameter: Callable[[str], str]
-    transposed: bool
+    naming: Naming
 
 
 def skeleton(directory: Path, *, trust_remote_code: bool = False) -> Skeleton:
@@ -46,8 +43,7 @@ def skeleton(directory: Path, *, trust_remote_code: bool = False) -> Skeleton:
             kind = (saved or classes)[0]
             is_text = kind.config_class is config.sub_configs.get("text_config")
             model = kind(config.get_text_config() if is_text else config)
-    mapping = get_model_conversion_mapping(model)
-    return Skeleton(model, hf.renaming(model, mapping), hf.transposed(model, mapping))
+    return Skeleton(model, Naming(model, get_model_conversion_mapping(model)))
 
 
 def _classes(auto: Any, config: Any) -> list[Any]:

@@ -2,14 +2,14 @@
 
     <module>.gate_up_proj    [E, 2I, H], gate rows first
     <module>.down_proj       [E, H, I]
- Where the model's own loader transposes these tensors (Qwen3-VL-MoE), they are stored [E, H, 2I]
+The names are those that the model's own loader gives them (Granite stores input_linear.weight for
+gate_up_proj). Where it transposes these tensors (Qwen3-VL-MoE), they are stored [E, H, 2I]
 and [E, I, H]; as transformers does, a tensor that already has the model's shape is then taken as it
 is. One expert's slice is read at a time.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kt_core.checkpoint import Part, Source, Stored, Want, bad_shape
 
-_NAME = re.compile(r".+\.(?P<tensor>gate_up_proj|down_proj)")
+_TENSORS = ("gate_up_proj", "down_proj")
 
 
 def scan(source: Source, want: Want) -> Iterator[Part]:
@@ -26,12 +26,11 @@ def scan(source: Source, want: Want) -> Iterator[Part]:
     shape.
     """
     for stored in source.safetensors:
-        match = _NAME.fullmatch(stored.name)
-        module = want.module(stored.name) if match else None
-        if match is None or module is None or len(stored.shape) != 3:
+        module, _, tensor = want.parameter(stored.name).rpartition(".")
+        if tensor not in _TENSORS or module not in want.shapes or len(stored.shape) != 3:
             continue
         num_experts, hidden, intermediate = want.shapes[module]
-        down = match["tensor"] == "down_proj"
+        down = tensor == "down_proj"
         out, inner = (hidden, intermediate) if down else (2 * intermediate, hidden)
         if stored.shape == (num_experts, out, inner):
             transposed = False
