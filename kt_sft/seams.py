@@ -19,7 +19,8 @@ def refuse_unknown(
     something. `where` names the replaced function, `library` the distribution it is from.
     """
     for name, value in given.items():
-        if name not in known and value not in (None, False):
+        empty = value is None or value is False or (isinstance(value, Collection) and not value)
+        if name not in known and not empty:
             version = importlib.metadata.version(library)
             raise ValueError(
                 f"{where}: {name}={value!r} of {library} {version} is not known for a model with "

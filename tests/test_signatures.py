@@ -97,7 +97,7 @@ def test_the_sentence_names_library_version_and_argument():
 
     with pytest.raises(ValueError, match=f"f: x=1 of peft {peft.__version__} is not known"):
         seams.refuse_unknown({"x": 1}, (), "f", "peft")
-    seams.refuse_unknown({"x": 1, "y": None, "z": False}, ("x",), "f", "peft")
+    seams.refuse_unknown({"x": 1, "y": None, "z": False, "m": {}}, ("x",), "f", "peft")
 
 
 @pytest.fixture(scope="module")
