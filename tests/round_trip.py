@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import families
+import peft
 import torch
+import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors import safe_open
 from transformers import PreTrainedModel
@@ -22,6 +24,7 @@ from kt_sft import groups, peft_io, plugin, stock
 from kt_sft.config import LORA_GROUPS, KTConfig
 
 LAYOUTS = stock.LAYOUTS
+SAME = 1e-5  # fp32 on both sides; a lost part of an adapter is above 1e-2
 
 
 @dataclass(frozen=True)
@@ -51,17 +54,17 @@ def token_ids() -> torch.Tensor:
 
 
 def refusal(family: families.Family) -> str | None:
-    """Why this family's experts stay where they are; None if we take them over."""
+    """Whether and why this family's experts stay where they are; None if we take them over."""
     try:
         with torch.device("meta"):
             model = family.cls(families.tiny(family))
     except Exception as error:
-        return f"its tiny model cannot be built ({type(error).__name__})"
+        return f"not tried: its tiny model cannot be built ({type(error).__name__})"
     try:
         found = layout.find_experts(model)
     except ValueError as error:
-        return str(error)
-    return None if found else "it has no experts modules with 3-D weights"
+        return f"refused: {error}"
+    return None if found else "refused: it has no experts modules with 3-D weights"
 
 
 def build(family: families.Family, path: Path, **save: Any) -> None:
@@ -193,3 +196,51 @@ def stored(path: Path) -> dict[str, tuple[int, ...]]:
     """Names and shapes of a checkpoint's tensors."""
     with safe_open(path / "model.safetensors", "pt") as file:
         return {key: tuple(file.get_slice(key).get_shape()) for key in sorted(file.keys())}
+
+
+# ----------------------------------------------------------------------- the page docs/families.md
+
+_HEAD = """# Families
+
+Written by `scripts/round_trip_table.py`; do not edit. Every class of transformers {transformers}
+whose configuration speaks of experts, found by looking, as a tiny random model: trained for three
+steps with every group that it has, saved, served and merged here, merged weights read by stock
+transformers, logits the same each time (1e-5). The last columns say which
+`kt_config.export_layout` stock peft {peft} applies in full on the stock model, and which one `auto`
+takes.
+
+| family | class | here | groups with LoRA | `per_expert` | `fused` | `auto` |
+| --- | --- | --- | --- | --- | --- | --- |
+"""
+
+
+def page(rows: list[str]) -> str:
+    """docs/families.md with these rows."""
+    return _HEAD.format(transformers=transformers.__version__, peft=peft.__version__) + "".join(
+        f"{row}\n" for row in rows
+    )
+
+
+def refused_row(family: families.Family, reason: str) -> str:
+    """The row of a family that is refused."""
+    short = reason.partition(";")[0]
+    return f"| {family.model_type} | `{family.class_name}` | {short} | | | | |"
+
+
+def supported_row(trained: Trained) -> str:
+    """The row of a family that goes the whole way."""
+    base = trained.model.get_base_model()
+    choices = {}
+    for wanted in (*LAYOUTS, "auto"):
+        peft_io.remember(base, KTConfig(format="bf16", export_layout=wanted))
+        choices[wanted] = peft_io.layout_of(trained.model)
+    read = ["yes" if choices[layout].problem is None else "no" for layout in LAYOUTS]
+    cells = [
+        trained.family.model_type,
+        f"`{trained.family.class_name}`",
+        "yes",
+        ", ".join(trained.groups),
+        *read,
+        f"`{choices['auto'].layout}`",
+    ]
+    return f"| {' | '.join(cells)} |"

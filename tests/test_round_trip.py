@@ -7,6 +7,7 @@ Families are found by looking (families.py), so a new one is tested without a ch
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 import families
 import pytest
@@ -14,20 +15,39 @@ import round_trip
 import slow_experts
 
 FAMILIES = {family.class_name: family for family in families.families()}
-SAME = 1e-5  # fp32 on both sides; a lost part of the adapter is above 1e-2
+SAME = round_trip.SAME
+PAGE = Path(__file__).parent.parent / "docs" / "families.md"
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def trained(request, tmp_path_factory):
-    """A family after three steps; those that are refused are skipped by the tests of this file,
-    and test_families_that_are_refused has them.
-    """
+    """A family after three steps; those that are refused are skipped, the page has their reason."""
     family = FAMILIES[request.param]
     if round_trip.refusal(family):
         pytest.skip("refused")
     with pytest.MonkeyPatch.context() as patch:
         slow_experts.patch(patch)
         yield round_trip.train(family, tmp_path_factory.mktemp("family") / "base")
+
+
+def _row_of(family: families.Family) -> str:
+    (row,) = [r for r in PAGE.read_text().splitlines() if f"`{family.class_name}`" in r]
+    return row
+
+
+def test_the_page_has_every_family_and_the_reason_of_those_that_are_refused():
+    """docs/families.md; a family that is new in transformers fails here until the page names it."""
+    text, head = PAGE.read_text(), round_trip.page([])
+    assert text.startswith(head), "run scripts/round_trip_table.py"
+    rows = text.removeprefix(head).splitlines()
+    assert [row.split("`")[1] for row in rows] == list(FAMILIES)
+    for family in FAMILIES.values():
+        if reason := round_trip.refusal(family):
+            assert _row_of(family) == round_trip.refused_row(family, reason)
+
+
+def test_the_page_says_what_is_so(trained):
+    assert _row_of(trained.family) == round_trip.supported_row(trained)
 
 
 def test_the_adapter_matters(trained):
