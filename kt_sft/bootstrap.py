@@ -1,7 +1,7 @@
 """Runs inside every `import torch`: the entry point of group `torch.backends`, torch's own autoload
 of extensions.
 
-It puts one finder at the head of sys.meta_path that waits for five modules of LLaMA-Factory to be
+It puts one finder at the head of sys.meta_path that waits for four modules of LLaMA-Factory to be
 imported and then lets kt_sft.llamafactory adapt them. Nothing else is imported here and nothing is
 raised. TORCH_DEVICE_BACKEND_AUTOLOAD=0 switches torch's autoload off; `python -m kt_sft.launch`
 then does the same.
@@ -18,7 +18,6 @@ from types import ModuleType
 _HOOKS = {
     "llamafactory.hparams.model_args": "adapt_model_args",
     "llamafactory.hparams.parser": "adapt_parser",
-    "llamafactory.model.adapter": "adapt_adapter",
     "llamafactory.model.loader": "adapt_loader",
     "llamafactory.train.tuner": "adapt_tuner",
 }
@@ -82,7 +81,7 @@ def _when_ready(module: ModuleType) -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds nothing itself: lets the other finders find our five modules and wraps the loader they
+    """Finds nothing itself: lets the other finders find our four modules and wraps the loader they
     give.
     """
 

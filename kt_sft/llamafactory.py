@@ -1,17 +1,18 @@
 """The LLaMA-Factory seam: `use_kt: true` of a stock installation means our experts.
 
-Five modules are adapted the moment they have been imported (bootstrap.py); no file is copied or
-edited. What differs between 0.9.5 and 0.9.6 is asked of the module at hand.
+Four modules are adapted the moment they have been imported (see bootstrap.py); no file is copied or
+edited:
 
 - hparams.model_args: ModelArguments gains the keys kt_config, kt_cpu_activation, kt_layer_major.
 - hparams.parser: use_kt runs are checked before anything is loaded; the check for KTransformers'
   forks is skipped.
-- model.adapter: nothing is loaded beside an adapter.
 - model.loader: load_model keeps the experts of a use_kt model in CPU memory.
 - train.tuner: use_kt runs get our callbacks.
 
 Without use_kt every path is the original's. An adapt_ function raises if its module is not as it is
-known.
+known. Made for 0.9.5 and for 0.9.6.dev0. What they have for KTransformers' forks differs, so none
+of it is reached: use_kt is off while LLaMA-Factory's own code loads a model (stages.as_stock). What
+is left of the difference is in `_one_option_each` and in the methods of `adapt_model_args`.
 """
 
 from __future__ import annotations
@@ -35,6 +36,14 @@ from kt_core import hf, quantized
 from kt_sft import config as settings
 from kt_sft import fused, layer_major, loss, precision, stages, trainer_log
 from kt_sft.config import KTConfig
+
+# Options of ours in ModelArguments.
+_KEYS = ("kt_config", "kt_cpu_activation", "kt_layer_major")
+# Parsers of runs that other libraries train, and the variables that choose them.
+_OTHER_TRAINERS = {
+    "_parse_train_mca_args": "USE_MCA=1",
+    "_parse_train_mbridge_args": "USE_MEGATRON_BRIDGE=1",
+}
 
 
 def kt_config_of(model_args: Any) -> KTConfig:
@@ -60,12 +69,12 @@ def adapt_model_args(module: Any) -> None:
         arguments.
         """
 
-    def get_kt_activation_policy(self: Any) -> dict[str, str]:
-        """0.9.6 asks it for how layers are checkpointed. "retain" on the device means: torch's own
-        checkpoint, non-reentrant, into which kt_sft.checkpointing then puts what is kept; anything
-        else would look for kt-kernel's contexts and warn that they are missing.
+    def check_values(self: Any) -> None:
+        """0.9.6 refuses kt_cpu_activation without use_kt, also in a copy of arguments that is made
+        while use_kt is hidden.
         """
-        return {"cpu": kt_config_of(self).activation, "gpu": "retain"}
+        with stages.use_kt_is(self, self.use_kt or stages.kt_run_is_hidden()):
+            base.__post_init__(self)
 
     keys = ", ".join(field.name for field in dataclasses.fields(KTConfig))
     help_of = {
@@ -81,7 +90,6 @@ def adapt_model_args(module: Any) -> None:
     new = [
         (name, types[name], dataclasses.field(default=None, metadata={"help": text}))
         for name, text in help_of.items()
-        if name not in known
     ]
     replaced = dataclasses.make_dataclass(
         base.__name__,
@@ -90,7 +98,7 @@ def adapt_model_args(module: Any) -> None:
         namespace={
             "apply_kt_config": apply_kt_config,
             "configure_kt_loading": apply_kt_config,
-            "get_kt_activation_policy": get_kt_activation_policy,
+            "__post_init__": check_values,
             "__doc__": base.__doc__,
         },
     )
@@ -103,7 +111,7 @@ def adapt_parser(module: Any) -> None:
     _expect(module._check_extra_dependencies, ["model_args", "finetuning_args"])
     parse_train = module._parse_train_args
     check, get_train_args = module._check_extra_dependencies, module.get_train_args
-    _one_kt_config(module)
+    _one_option_each(module)
 
     @functools.wraps(parse_train)
     def parse_train_args(*args: Any, **kw: Any) -> Any:
@@ -129,6 +137,7 @@ def adapt_parser(module: Any) -> None:
             parsed = parse(*args, **kw)
             model_args = parsed[0]
             if model_args.use_kt:
+                stages.check_load(model_args)
                 _check_load(model_args, kt_config_of(model_args))
             else:
                 _check_unused(model_args)
@@ -149,6 +158,23 @@ def adapt_parser(module: Any) -> None:
             _check_resume(parsed[0], parsed[2])
         return parsed
 
+    def without_kt(parse: Callable[..., Any], variable: str) -> Callable[..., Any]:
+        @functools.wraps(parse)
+        def parse_args(*args: Any, **kw: Any) -> Any:
+            parsed = parse(*args, **kw)
+            if parsed[0].use_kt:
+                raise ValueError(
+                    f"{variable} trains with a library that knows no experts in CPU memory, so "
+                    "use_kt=True would have no effect; unset that variable or remove use_kt"
+                )
+            _check_unused(parsed[0])
+            return parsed
+
+        return parse_args
+
+    for name, variable in _OTHER_TRAINERS.items():
+        if name in vars(module):
+            setattr(module, name, without_kt(vars(module)[name], variable))
     module._parse_train_args = parse_train_args
     module._parse_infer_args = checked_load(module._parse_infer_args)
     module._parse_eval_args = checked_load(module._parse_eval_args)
@@ -156,52 +182,42 @@ def adapt_parser(module: Any) -> None:
     module.get_train_args = checked_train_args
 
 
-def _one_kt_config(module: Any) -> None:
-    """0.9.6 has a dataclass of its own with the option kt_config in its lists of arguments for
-    inference and evaluation. ModelArguments has that option already, and a parser takes each once:
-    there the field is no option any more.
+def _one_option_each(module: Any) -> None:
+    """A parser takes every option once. 0.9.6 has a dataclass of its own with the option kt_config
+    in its lists of arguments for inference and evaluation, KTransformers' transformers has one in
+    TrainingArguments: beside our ModelArguments the field stays, but is no option any more.
     """
-    for name in ("_INFER_ARGS", "_EVAL_ARGS"):
-        kinds = vars(module)[name]
+    ours = {name for name in _KEYS if name in {f.name for f in _options(module.ModelArguments)}}
+    replaced: dict[Any, Any] = {}
+    for kinds in vars(module).values():
+        if not isinstance(kinds, list) or module.ModelArguments not in kinds:
+            continue
         for at, kind in enumerate(kinds):
-            fields = {f.name for f in dataclasses.fields(kind)}
-            if kind is module.ModelArguments or "kt_config" not in fields:
-                continue
-            silent = dataclasses.field(default=None, init=False)
-            kinds[at] = dataclasses.make_dataclass(
-                kind.__name__, [("kt_config", Any, silent)], bases=(kind,)
-            )
+            twice = [f for f in _options(kind) if f.name in ours]
+            if kind is not module.ModelArguments and twice:
+                if kind not in replaced:
+                    replaced[kind] = _without_options(kind, twice)
+                kinds[at] = replaced[kind]
 
 
-def adapt_adapter(module: Any) -> None:
-    """0.9.6 lets kt-kernel load what it keeps beside an adapter; ours is the adapter alone. There,
-    and with use_kt only, a model that is not trained gets its adapter in the checkpoint's dtype: a
-    DPO reference would round what its policy, in fp32, does not.
-    """
-    if "_load_kt_inference_adapter_artifacts" in vars(module):
-        module._load_kt_inference_adapter_artifacts = lambda model, path: None
-    setup = module._setup_lora_tuning
-    _expect(setup, ["config", "model", "model_args", "finetuning_args", "is_trainable"])
+def _options(kind: Any) -> list[dataclasses.Field[Any]]:
+    return [field for field in dataclasses.fields(kind) if field.init]
 
-    @functools.wraps(setup)
-    def setup_lora_tuning(
-        config: Any,
-        model: Any,
-        model_args: Any,
-        finetuning_args: Any,
-        is_trainable: bool,
-        cast_trainable_params_to_fp32: bool,
-    ) -> Any:
-        cast = cast_trainable_params_to_fp32 or (model_args.use_kt and not is_trainable)
-        return setup(config, model, model_args, finetuning_args, is_trainable, cast)
 
-    module._setup_lora_tuning = setup_lora_tuning
+def _without_options(kind: Any, fields: list[dataclasses.Field[Any]]) -> Any:
+    """The dataclass `kind`, under its own name, where `fields` are None."""
+    silent = [(f.name, f.type, dataclasses.field(default=None, init=False)) for f in fields]
+    replaced = dataclasses.make_dataclass(kind.__name__, silent, bases=(kind,))
+    replaced.__module__, replaced.__qualname__ = kind.__module__, kind.__qualname__
+    setattr(sys.modules[kind.__module__], kind.__name__, replaced)  # where pickle looks
+    return replaced
 
 
 def adapt_loader(module: Any) -> None:
     """load_model of a use_kt run keeps the experts in CPU memory."""
     original = module.load_model
     _expect(original, ["tokenizer", "model_args", "finetuning_args", "is_trainable"])
+    module.init_adapter = _with_kt_adapter(module.init_adapter)
 
     @functools.wraps(original)
     def load_model(
@@ -231,9 +247,7 @@ def adapt_loader(module: Any) -> None:
         # `all` picks by class and leaf name, and in some families the router is a Linear
         router = finetuning_args.lora_target != ["all"]
         again = not is_trainable  # a reference or reward model, beside the one that is trained
-        if model_args.adapter_name_or_path:  # 0.9.6 insists on it, for adapt_adapter's function
-            model_args._kt_adapter_artifact_path = model_args.adapter_name_or_path[-1]
-        with plugin.loading(config, router=router, again=again), stages.use_kt_is(model_args, True):
+        with plugin.loading(config, router=router, again=again), stages.as_stock(model_args):
             model = original(tokenizer, model_args, finetuning_args, is_trainable, *args, **kw)
         if config.dense_dtype == "fp32":
             precision.widen(model)
@@ -247,6 +261,42 @@ def adapt_loader(module: Any) -> None:
         return model
 
     module.load_model = load_model
+
+
+def _with_kt_adapter(init_adapter: Callable[..., Any]) -> Callable[..., Any]:
+    """The adapter of a model that is not trained stays beside the weights, into which stock merges
+    it; it is in fp32 then as it is in training, so a frozen reference equals its policy.
+    """
+    _expect(init_adapter, ["config", "model", "model_args", "finetuning_args", "is_trainable"])
+
+    @functools.wraps(init_adapter)
+    def with_kt_adapter(
+        config: Any,
+        model: Any,
+        model_args: Any,
+        finetuning_args: Any,
+        is_trainable: bool,
+        *args: Any,
+        **kw: Any,
+    ) -> Any:
+        adapters = model_args.adapter_name_or_path
+        if is_trainable or not adapters or not stages.kt_run_is_hidden():
+            return init_adapter(
+                config, model, model_args, finetuning_args, is_trainable, *args, **kw
+            )
+        from peft import PeftModel
+
+        return PeftModel.from_pretrained(
+            model,
+            adapters[-1],  # the only one: _check_adapters
+            subfolder=model_args.adapter_folder,
+            offload_folder=model_args.offload_folder,
+            cache_dir=model_args.cache_dir,
+            revision=model_args.model_revision,
+            token=model_args.hf_hub_token,
+        )
+
+    return with_kt_adapter
 
 
 def adapt_tuner(module: Any) -> None:
@@ -482,7 +532,7 @@ def _check_load(model_args: Any, config: KTConfig) -> None:
 
 
 def _check_unused(model_args: Any) -> None:
-    for key in ("kt_config", "kt_cpu_activation", "kt_layer_major"):
+    for key in _KEYS:
         value = vars(model_args)[key]
         if value is not None:
             raise ValueError(

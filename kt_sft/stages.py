@@ -1,8 +1,9 @@
-"""What of LLaMA-Factory's stages and options a use_kt run can do, and the two places where its code
-asks `use_kt` only to refuse.
+"""What of LLaMA-Factory's stages and options a use_kt run can do, and how its own code for
+KTransformers' forks is kept out of it.
 
-run_sft refuses predict_with_generate and compute_accuracy for KTransformers' forks; both work with
-our experts. So run_sft is run with use_kt off, and load_model, which is ours, is told by
+That code refuses what works with our experts (run_sft: predict_with_generate, compute_accuracy) or
+calls libraries that are not there (load_model of 0.9.6: the checkpoint context and the adapters of
+kt-kernel). So both run as stock, with use_kt off; load_model, which is ours, is told by
 `kt_run_is_hidden` that the models it loads belong to a use_kt run all the same.
 """
 
@@ -37,6 +38,8 @@ _REFUSED = (
     ("finetuning", "use_apollo", False, "remove it"),
     ("finetuning", "use_badam", False, "remove it"),
     ("finetuning", "use_mca", False, "remove it"),
+    ("finetuning", "use_megatron_bridge", False, "remove it"),
+    ("finetuning", "use_hyper_parallel", False, "remove it"),
     ("finetuning", "ref_model_quantization_bit", None, "remove it"),
 )  # fmt: skip
 
@@ -56,10 +59,8 @@ def check(model_args: Any, finetuning_args: Any) -> None:
             f"stage={finetuning_args.stage} is not supported with use_kt; use one of "
             f"{', '.join(STAGES)}"
         )
-    for kind, key, accepted, fix in _REFUSED:
-        value = vars({"model": model_args, "finetuning": finetuning_args}[kind]).get(key, accepted)
-        if value != accepted:
-            raise ValueError(f"{key}={value!r} is not supported with use_kt; {fix}")
+    check_load(model_args)
+    _refuse("finetuning", finetuning_args)
     if finetuning_args.use_dora and {"all", "experts"} & set(finetuning_args.lora_target):
         raise ValueError(
             f"use_dora=True is not supported on experts in CPU memory, which lora_target="
@@ -70,6 +71,20 @@ def check(model_args: Any, finetuning_args: Any) -> None:
             "additional_target=experts asks for a trainable copy of all experts, which use_kt "
             "keeps frozen; name experts in lora_target instead"
         )
+
+
+def check_load(model_args: Any) -> None:
+    """Raises ValueError, in one sentence, for an option of ModelArguments that no use_kt model can
+    have, trained or not.
+    """
+    _refuse("model", model_args)
+
+
+def _refuse(kind: str, arguments: Any) -> None:
+    for of, key, accepted, fix in _REFUSED:
+        value = vars(arguments).get(key, accepted)
+        if of == kind and value != accepted:
+            raise ValueError(f"{key}={value!r} is not supported with use_kt; {fix}")
 
 
 def has_router_loss(config: Any) -> bool:
@@ -119,14 +134,23 @@ def without_asking(run: Callable[..., Any]) -> Callable[..., Any]:
     def run_sft(model_args: Any, *args: Any) -> Any:
         if not model_args.use_kt:
             return run(model_args, *args)
-        with use_kt_is(model_args, False):
-            token = _hidden.set(True)
-            try:
-                return run(model_args, *args)
-            finally:
-                _hidden.reset(token)
+        with as_stock(model_args):
+            return run(model_args, *args)
 
     return run_sft
+
+
+@contextmanager
+def as_stock(model_args: Any) -> Iterator[None]:
+    """Inside it LLaMA-Factory's code takes the paths of a run without use_kt; ours sees with
+    `kt_run_is_hidden` that it is one.
+    """
+    token = _hidden.set(True)
+    try:
+        with use_kt_is(model_args, False):
+            yield
+    finally:
+        _hidden.reset(token)
 
 
 @contextmanager

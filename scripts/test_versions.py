@@ -32,7 +32,7 @@ TESTS = (
 )
 WITH_LLAMAFACTORY = (
     *("test_activation.py", "test_stages.py", "test_lf_refusals.py", "test_lf_runs.py"),
-    *("test_launch.py", "test_lf_inference.py"),
+    "test_lf_seam.py",
 )
 
 
