@@ -5,6 +5,7 @@ leaves them alone, and that `router` trains them as stock peft does or is refuse
 from __future__ import annotations
 
 import families
+import llamafactory.extras.packages  # noqa: F401 - before llamafactory.model: mends trl
 import pytest
 import sft_cases as cases
 import torch
