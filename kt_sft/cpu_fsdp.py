@@ -24,9 +24,9 @@ def want(wanted: bool) -> None:
     _wanted = wanted
 
 
-def state_init(original: Callable[..., None], state: Any, *args: Any, **kw: Any) -> None:
+def state_init(original: Callable[..., None], state: Any, **kw: Any) -> None:
     """AcceleratorState.__init__."""
-    original(state, *args, **kw)
+    original(state, **kw)
     plugin = kw.get("fsdp_plugin")
     on_cpu_ranks = state.distributed_type == DistributedType.MULTI_CPU
     if not (_wanted and on_cpu_ranks and plugin is not None and plugin.fsdp_version == 2):

@@ -326,13 +326,14 @@ def _with_kt_export(module: Any) -> Callable[..., None]:
 
 
 def _with_callback(run: Callable[..., Any]) -> Callable[..., Any]:
-    if list(inspect.signature(run).parameters)[-1] != "callbacks":
+    signature = inspect.signature(run)
+    if missing := {"data_args", "finetuning_args", "callbacks"} - set(signature.parameters):
         raise RuntimeError(
-            f"{run.__name__} of this LLaMA-Factory takes no callbacks; install 0.9.5"
+            f"{run.__name__} of this LLaMA-Factory takes no {min(missing)}; install 0.9.5"
         )
 
     @functools.wraps(run)
-    def with_callback(model_args: Any, *args: Any) -> Any:
+    def with_callback(model_args: Any, *args: Any, **kw: Any) -> Any:
         if model_args.use_kt:
             from kt_sft.budget import Budget
             from kt_sft.callback import KTCallback
@@ -342,12 +343,14 @@ def _with_callback(run: Callable[..., Any]) -> Callable[..., Any]:
             from kt_sft.watch import PeerWatch, naming_lost_ranks
 
             config = kt_config_of(model_args)
-            budget = Budget(config, args[0].cutoff_len, args[2])
-            gather = RowGather(config)
-            args[-1].extend([KTCallback(), StepLog(), budget, PeerWatch(), gather, SafeStop()])
+            bound = signature.bind(model_args, *args, **kw)
+            given = bound.arguments
+            budget = Budget(config, given["data_args"].cutoff_len, given["finetuning_args"])
+            ours = [KTCallback(), StepLog(), budget, PeerWatch(), RowGather(config), SafeStop()]
+            given["callbacks"] = [*(given.get("callbacks") or ()), *ours]
             with naming_lost_ranks():
-                return run(model_args, *args)
-        return run(model_args, *args)
+                return run(*bound.args, **bound.kwargs)
+        return run(model_args, *args, **kw)
 
     return with_callback
 

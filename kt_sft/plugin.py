@@ -19,7 +19,7 @@ from torch import nn
 
 from kt_core import hf
 from kt_core.module import KTExpertsLinear
-from kt_sft import autograd, cpu_fsdp, dist, fsdp_buffers, groups, heap, layer_major
+from kt_sft import autograd, cpu_fsdp, dist, fsdp_buffers, groups, heap, layer_major, seams
 from kt_sft.checkpointing import retain_experts
 from kt_sft.config import KTConfig
 
@@ -161,10 +161,7 @@ def wrap(owner: Any, name: str, replacement: Callable[..., Any], expected: list[
             "supported, install one from constraints.txt"
         )
 
-    @functools.wraps(function)
-    def hooked(*args: Any, **kw: Any) -> Any:
-        return replacement(function, *args, **kw)
-
+    hooked = functools.wraps(function)(seams.by_name(function, replacement))
     vars(hooked)["kt_replacement"] = replacement
 
     own = name in vars(owner)

@@ -207,7 +207,7 @@ def save_checkpoint(
         shutil.rmtree(staging, ignore_errors=True)
     _wait()
     mark = staging / "seen-by-rank-0"
-    trainer._get_output_dir = lambda trial: os.fspath(staging)
+    trainer._get_output_dir = lambda *args, **kw: os.fspath(staging)
     try:
         if state.is_world_process_zero:
             staging.mkdir(parents=True, exist_ok=True)

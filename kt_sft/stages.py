@@ -131,11 +131,11 @@ def without_asking(run: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @functools.wraps(run)
-    def run_sft(model_args: Any, *args: Any) -> Any:
+    def run_sft(model_args: Any, *args: Any, **kw: Any) -> Any:
         if not model_args.use_kt:
-            return run(model_args, *args)
+            return run(model_args, *args, **kw)
         with as_stock(model_args):
-            return run(model_args, *args)
+            return run(model_args, *args, **kw)
 
     return run_sft
 

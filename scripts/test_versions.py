@@ -2,12 +2,14 @@
 """Run a fixed part of the tests with other versions of the libraries: `make test-versions`.
 
 Each environment is a thin one below build/versions: the packages named here, installed without what
-they require, in front of everything that .venv has. The outcome goes to docs/versions.md. Not part
-of `make test`: it downloads, and takes about ten minutes an environment on two cores.
+they require, in front of everything that .venv has. The outcome goes to docs/versions.md, failures
+with their reason. Not part of `make test`: it downloads, and takes about ten minutes an environment
+on two cores.
 
-    scripts/test_versions.py                    all environments
-    scripts/test_versions.py newest             one of them
-    scripts/test_versions.py --llamafactory DIR  one more, with a checkout of LLaMA-Factory in front
+    scripts/test_versions.py                     all environments; writes the page
+    scripts/test_versions.py --llamafactory DIR  the same; LLaMA-Factory of "development" is the
+                                                 checkout in DIR, which is no package to download
+    scripts/test_versions.py newest              one of them; prints only
 """
 
 from __future__ import annotations
@@ -43,7 +45,9 @@ class Environment:
     name: str
     what: str
     packages: tuple[str, ...]
-    llamafactory: bool = True  # whether 0.9.5 runs with them: it refuses what it was not made for
+    # Whether it has a LLaMA-Factory that runs: 0.9.5 refuses a transformers newer than 5.6.0.
+    llamafactory: bool = True
+    checkout: bool = False  # a checkout of LLaMA-Factory goes in front too
 
 
 ENVIRONMENTS = (
@@ -65,6 +69,12 @@ ENVIRONMENTS = (
             *("accelerate", "trl==0.25.1", "datasets==5.2.0"),
         ),
         llamafactory=False,
+    ),
+    Environment(
+        "development",
+        "LLaMA-Factory's development version beside the tested set",
+        (),
+        checkout=True,
     ),
 )
 
@@ -104,12 +114,11 @@ def editable(site: Path) -> str:
     return found[0].read_text().strip() if found else ""
 
 
-def versions(python: Path) -> dict[str, str]:
-    code = (
-        "import importlib.metadata as m\n"
-        f"for name in {SHOWN!r}: print(name, m.version(name))\n"
-        "import llamafactory.extras.env as e\nprint('llamafactory', e.VERSION)"
-    )
+def versions(environment: Environment, python: Path) -> dict[str, str]:
+    names = SHOWN if environment.llamafactory else SHOWN[:-1]
+    code = f"import importlib.metadata as m\nfor name in {names!r}: print(name, m.version(name))\n"
+    if environment.checkout:  # beside the installed one, whose metadata would be found
+        code += "import llamafactory.extras.env as e\nprint('llamafactory', e.VERSION)"
     printed = subprocess.check_output([python, "-c", code], text=True, cwd="/")
     return dict(line.split(" ", 1) for line in printed.splitlines() if line.count(" ") == 1)
 
@@ -126,39 +135,46 @@ def run(environment: Environment, python: Path, log: Path) -> Outcome:
     chosen = (*TESTS, *(WITH_LLAMAFACTORY if environment.llamafactory else ()))
     tests = [str(ROOT / "tests" / name) for name in chosen]
     command = [str(python), "-m", "pytest", "-q", "-m", "not slow", "-p", "no:cacheprovider"]
+    command += [] if environment.llamafactory else ["-k", "not llamafactory"]
     variables = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
     with open(log, "w") as out:
         subprocess.run([*command, *tests], cwd=ROOT, env=variables, stdout=out, check=False)
     text = log.read_text()
-    counts = {
-        word: int(n) for n, word in re.findall(r"(\d+) (passed|failed|skipped|errors?)", text)
-    }
+    found = re.findall(r"(\d+) (passed|failed|skipped|error)s?\b", text.splitlines()[-1])
     failures = re.findall(r"^(?:FAILED|ERROR) (?:tests/)?(\S+)(?: - (.*))?$", text, re.MULTILINE)
-    return Outcome(counts, [(test, reason.strip()) for test, reason in failures])
+    outcome = Outcome({word: int(n) for n, word in found}, [(t, r.strip()) for t, r in failures])
+    if not outcome.counts:
+        sys.exit(f"test_versions: {environment.name}: pytest did not finish; see {log}")
+    return outcome
 
 
-def page(results: list[tuple[Environment, dict[str, str], Outcome]]) -> str:
-    """docs/versions.md."""
-    head = ["environment", *SHOWN, "passed", "failed", "skipped"]
+def page(results: list[tuple[Environment, dict[str, str], Outcome | None]]) -> str:
+    """docs/versions.md. An environment without an outcome was not run."""
+    head = ["environment", *SHOWN, "passed", "failed"]
     lines = [
         "# Versions",
         "",
-        "What `make test-versions` found: the tests that touch the libraries, run with other "
-        "versions than those of [constraints.txt](../constraints.txt), with which all tests pass.",
+        "Written by `make test-versions`: the tests that touch other libraries "
+        f"({', '.join(f'`{name}`' for name in (*TESTS, *WITH_LLAMAFACTORY))}), run with other "
+        "versions than those of [constraints.txt](../constraints.txt), with which all tests pass. "
+        "`newest` has no LLaMA-Factory that runs with it, so its tests are left out there.",
         "",
         "| " + " | ".join(head) + " |",
         "| " + " | ".join("---" for _ in head) + " |",
     ]
     for environment, found, outcome in results:
-        failed = outcome.counts.get("failed", 0) + len(
-            [1 for word in ("error", "errors") if word in outcome.counts]
-        )
-        row = [f"{environment.name}: {environment.what}", *(found.get(n, "-") for n in SHOWN)]
-        row += [str(outcome.counts.get("passed", 0)), str(failed)]
-        row += [str(outcome.counts.get("skipped", 0))]
+        row = [f"{environment.name}: {environment.what}"]
+        row += [found.get(name, "-") for name in SHOWN]
+        if outcome is None:
+            row += ["not run", "not run"]
+        else:
+            failed = outcome.counts.get("failed", 0) + outcome.counts.get("error", 0)
+            row += [str(outcome.counts.get("passed", 0)), str(failed)]
         lines.append("| " + " | ".join(row) + " |")
     for environment, _, outcome in results:
-        if outcome.failures:
+        if outcome is None:
+            lines += ["", f"{environment.name} was not run: it needs a checkout of LLaMA-Factory."]
+        elif outcome.failures:
             lines += ["", f"Failures with {environment.name}:", ""]
             lines += [f"- `{test}`: {reason or 'see the log'}" for test, reason in outcome.failures]
     return "\n".join(lines) + "\n"
@@ -167,30 +183,31 @@ def page(results: list[tuple[Environment, dict[str, str], Outcome]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("names", nargs="*", help="environments; default: all")
-    parser.add_argument(
-        "--llamafactory", type=Path, help="a checkout of LLaMA-Factory's repository"
-    )
+    parser.add_argument("--llamafactory", metavar="DIR", type=Path, help="a checkout of it")
     options = parser.parse_args()
     known = {e.name: e for e in ENVIRONMENTS}
     if unknown := [n for n in options.names if n not in known]:
         sys.exit(f"test_versions: {unknown[0]} is no environment; there are {', '.join(known)}")
-    chosen = [(known[n], None) for n in options.names or ([] if options.llamafactory else known)]
-    if options.llamafactory:
-        extra = Environment("development", "LLaMA-Factory's development version", ())
-        chosen.append((extra, options.llamafactory.resolve()))
-    results = []
-    for environment, source in chosen:
-        print(f"test-versions: {environment.name}: installing", flush=True)
+    results: list[tuple[Environment, dict[str, str], Outcome | None]] = []
+    for name in options.names or known:
+        environment = known[name]
+        if environment.checkout and options.llamafactory is None:
+            print(f"test-versions: {name}: left out, needs --llamafactory DIR", flush=True)
+            results.append((environment, {}, None))
+            continue
+        source = options.llamafactory.resolve() if environment.checkout else None
+        print(f"test-versions: {name}: installing", flush=True)
         python = make(environment, source)
-        log = FOLDER / f"{environment.name}.log"
-        print(f"test-versions: {environment.name}: testing, output in {log}", flush=True)
-        results.append((environment, versions(python), run(environment, python, log)))
-        print(f"test-versions: {environment.name}: {results[-1][2].counts}", flush=True)
-    if not options.names:
-        PAGE.write_text(page(results))
-    else:
+        log = FOLDER / f"{name}.log"
+        print(f"test-versions: {name}: testing, output in {log}", flush=True)
+        outcome = run(environment, python, log)
+        results.append((environment, versions(environment, python), outcome))
+        print(f"test-versions: {name}: {outcome.counts}", flush=True)
+    if options.names:
         print(page(results))
-    if any(outcome.failures for _, _, outcome in results):
+    else:
+        PAGE.write_text(page(results))
+    if any(outcome is not None and outcome.failures for _, _, outcome in results):
         sys.exit(1)
 
 

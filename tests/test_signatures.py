@@ -5,13 +5,15 @@ newer version adds goes on to the original, or is refused in one sentence where 
 from __future__ import annotations
 
 import inspect
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 
 from kt_core import hf
-from kt_sft import plugin, seams
+from kt_sft import llamafactory, plugin, seams, stages
 
 FREE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
@@ -25,32 +27,102 @@ def replaced():
         yield f"{owner.__name__}.{name}", hooked.__wrapped__, hooked.kt_replacement
 
 
-def test_every_replacement_takes_what_its_original_takes():
-    """And arguments that neither has yet: of a closed signature a new keyword is a TypeError."""
+class Spy:
+    """Stands for an original: keeps what it is called with, under the original's signature and one
+    argument that a later version may have.
+    """
+
+    def __init__(self, original):
+        self.__signature__ = inspect.signature(original)
+        parameters = list(self.__signature__.parameters.values())
+        later = inspect.Parameter("a_later_one", inspect.Parameter.KEYWORD_ONLY, default=None)
+        at = len(parameters) - any(p.kind is p.VAR_KEYWORD for p in parameters)
+        parameters.insert(at, later)
+        self.__signature__ = self.__signature__.replace(parameters=parameters)
+        self.given = []
+
+    def __call__(self, *args, **kw):
+        self.given.append(self.__signature__.bind(*args, **kw).arguments)
+
+
+def _positional(function):
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.POSITIONAL_ONLY)
+    return [p for p in inspect.signature(function).parameters.values() if p.kind in kinds]
+
+
+def test_every_replacement_hands_on_what_it_does_not_know():
+    """For a model of somebody else: everything by position, and an argument that neither has yet.
+    The mocks are such models: they have no modules, callbacks or settings.
+    """
     found = list(replaced())
     assert len(found) > 15
     for name, original, ours in found:
-        parameters = list(inspect.signature(ours).parameters.values())[1:]  # less the original
-        assert inspect.Parameter.VAR_KEYWORD in {p.kind for p in parameters}, name
-        theirs = [p for p in inspect.signature(original).parameters.values() if p.kind not in FREE]
-        named = [p.name for p in parameters if p.kind not in FREE]
-        # A parameter that ours names stands where the original has it, under the same name.
-        for at, parameter in enumerate(named):
-            if parameter in (p.name for p in theirs):
-                assert theirs[at].name == parameter, (name, parameter)
-        if inspect.Parameter.VAR_POSITIONAL not in {p.kind for p in parameters}:
-            positional = [p.name for p in theirs if p.kind is not p.KEYWORD_ONLY]
-            free = len(positional) <= len(named)
-            assert free or set(positional[len(named) :]) <= KNOWN[name], (name, positional)
+        spy = Spy(original)
+        hooked = seams.by_name(spy, ours)
+        names = [p.name for p in _positional(original)]
+        values = [mock.MagicMock(name=n) for n in names]
+        hooked(*values, a_later_one="later")
+        given = dict(zip(names, values, strict=True))
+        assert [dict(g) for g in spy.given] == [{**given, "a_later_one": "later"}], name
+        required = [p for p in _positional(original) if p.default is p.empty]
+        spy.given.clear()
+        hooked(*values[: len(required)], **{n: given[n] for n in names[len(required) :]})
+        assert [{n: g[n] for n in given} for g in spy.given] == [given], name
 
 
-# Positional parameters of the newest versions that ours takes by keyword only, as all callers do.
-KNOWN = {
-    "PeftModel.load_adapter": {"key_mapping"},
-    "PeftModel.from_pretrained": {
-        *("autocast_adapter_dtype", "ephemeral_gpu_offload", "low_cpu_mem_usage", "key_mapping"),
-    },
-}
+def test_every_parameter_that_ours_names_stands_where_theirs_does():
+    for name, original, ours in replaced():
+        theirs = [p.name for p in _positional(original)]
+        for at, parameter in enumerate(_positional(ours)[1:]):
+            if parameter.name in theirs:
+                assert theirs[at] == parameter.name, (name, parameter.name)
+
+
+def test_wrong_arguments_are_named_by_the_original():
+    def original(a, b=0, c=0):
+        return a, b, c
+
+    call = seams.by_name(original, lambda original, a, **kw: ("ours", original(a, **kw)))
+    assert call(1, 2, 3) == call(1, 2, c=3) == call(1, b=2, c=3) == ("ours", (1, 2, 3))
+    with pytest.raises(TypeError, match="takes from 1 to 3 positional arguments but 4 were given"):
+        call(1, 2, 3, 4)
+    with pytest.raises(TypeError, match="got multiple values for argument 'b'"):
+        call(1, 2, b=3)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'd'"):
+        call(1, d=3)
+
+
+def test_peft_is_called_by_position(base, tmp_path):
+    """As its own documentation lists the arguments; autocast_adapter_dtype is the sixth."""
+    model = plugin.load_for_training(base, dtype=torch.bfloat16)
+    get_peft_model(model, LoraConfig(target_modules=["q_proj"], r=2)).save_pretrained(tmp_path)
+    for autocast, dtype in ((True, torch.float32), (False, torch.bfloat16)):
+        fresh = plugin.load_for_training(base, dtype=torch.bfloat16)
+        tuned = PeftModel.from_pretrained(fresh, tmp_path, "default", True, None, autocast)
+        assert {p.dtype for p in tuned.parameters() if p.requires_grad} == {dtype}
+
+
+def _run(model_args, data_args, training_args, finetuning_args, callbacks=None, later=None):
+    return callbacks, later
+
+
+@pytest.mark.parametrize("by_keyword", [True, False])
+def test_runs_of_llamafactory_by_position_and_by_keyword(by_keyword):
+    args = {n: mock.MagicMock(name=n) for n in ("data_args", "training_args", "finetuning_args")}
+    args["data_args"].cutoff_len = 8
+    model_args = SimpleNamespace(use_kt=True, kt_config=None, kt_cpu_activation=None)
+    model_args.kt_layer_major = None
+    run = llamafactory._with_callback(stages.without_asking(_run))
+    if by_keyword:
+        callbacks, later = run(model_args, **args, callbacks=["theirs"], later=1)
+    else:
+        callbacks, later = run(model_args, *args.values(), ["theirs"], 1)
+    assert callbacks[0] == "theirs" and len(callbacks) == 7 and later == 1
+    assert len(run(model_args, *args.values())[0]) == 6
+    model_args.use_kt = False
+    assert run(model_args, **args, callbacks=["theirs"]) == (["theirs"], None)
+    with pytest.raises(RuntimeError, match="lambda.* of this LLaMA-Factory takes no callbacks"):
+        llamafactory._with_callback(lambda model_args, data_args, finetuning_args: None)
 
 
 def test_the_loader_hands_on_what_it_does_not_know():
