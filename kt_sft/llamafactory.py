@@ -369,7 +369,7 @@ def check_run(model_args: Any, training_args: Any, finetuning_args: Any) -> None
             f"finetuning_type={finetuning_args.finetuning_type} is not possible; "
             "set finetuning_type: lora"
         )
-    stages.check(model_args, finetuning_args)
+    stages.check(model_args, finetuning_args, training_args)
     _check_adapters(model_args)
     if finetuning_args.stage == "rm" and uses_fsdp(training_args):
         raise ValueError(
@@ -393,6 +393,10 @@ def check_run(model_args: Any, training_args: Any, finetuning_args: Any) -> None
             "use_unsloth_gc=True cannot keep expert activations (activation=retain); remove it or "
             "set "
             "kt_config.activation: recompute"
+        )
+    if model_args.use_unsloth_gc and not torch.cuda.is_available():
+        raise ValueError(
+            "use_unsloth_gc=True needs a CUDA device, which this machine does not have; remove it"
         )
     if config.check_finite and training_args.fp16:
         raise ValueError(

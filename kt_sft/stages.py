@@ -20,11 +20,14 @@ log = logging.getLogger("kt")
 
 STAGES = ("pt", "sft", "rm", "dpo", "kto")
 
+# Liger has kernels in the place of experts modules, and calls ours as if they were its own.
+_LIGER = "remove it: it replaces the experts, and the loss is computed in blocks without it"
 # (arguments, key, accepted value, fix) of stock options that use_kt would ignore or break on
 _REFUSED = (
     ("model", "quantization_bit", None, "remove it and choose kt_config.format for the experts"),
     ("model", "use_unsloth", False, "remove it"),
     ("model", "mixture_of_depths", None, "remove it"),
+    ("model", "export_quantization_bit", None, "export without it and quantize the result"),
     ("model", "train_from_scratch", False, "remove it: the experts are frozen"),
     ("model", "kt_weight_path", None, "use kt_config.packed_dir"),
     ("model", "kt_expert_checkpoint_path", None, "remove it: model_name_or_path is read"),
@@ -40,13 +43,20 @@ _REFUSED = (
     ("finetuning", "use_mca", False, "remove it"),
     ("finetuning", "use_megatron_bridge", False, "remove it"),
     ("finetuning", "use_hyper_parallel", False, "remove it"),
+    ("finetuning", "pissa_convert", False, "remove it: there is no PiSSA adapter to convert"),
     ("finetuning", "ref_model_quantization_bit", None, "remove it"),
+    ("trained model", "enable_liger_kernel", False, _LIGER),
+    ("trained model", "use_v1_kernels", False, "remove it: it may replace the experts"),
+    ("training", "fp8", False, "set bf16: true instead"),
+    ("training", "use_liger_kernel", False, _LIGER),
+    ("training", "optim_target_modules", None, "remove it, and choose another optim"),
+    ("training", "parallelism_config", None, "remove it: a process computes whole experts"),
 )  # fmt: skip
 
 _hidden: ContextVar[bool] = ContextVar("kt_hidden", default=False)
 
 
-def check(model_args: Any, finetuning_args: Any) -> None:
+def check(model_args: Any, finetuning_args: Any, training_args: Any) -> None:
     """Raises ValueError, in one sentence, for a stage or an option that a use_kt run cannot do."""
     if finetuning_args.stage == "ppo":
         raise ValueError(
@@ -61,6 +71,8 @@ def check(model_args: Any, finetuning_args: Any) -> None:
         )
     check_load(model_args)
     _refuse("finetuning", finetuning_args)
+    _refuse("trained model", model_args)
+    _refuse("training", training_args)
     if finetuning_args.use_dora and {"all", "experts"} & set(finetuning_args.lora_target):
         raise ValueError(
             f"use_dora=True is not supported on experts in CPU memory, which lora_target="

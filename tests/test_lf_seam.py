@@ -169,7 +169,7 @@ def test_options_of_later_versions_are_refused():
     for key in ("use_mca", "use_megatron_bridge", "use_hyper_parallel"):
         finetuning = SimpleNamespace(stage="sft", additional_target=None, **{key: True})
         with pytest.raises(ValueError, match=f"{key}=True is not supported with use_kt; remove it"):
-            stages.check(SimpleNamespace(), finetuning)
+            stages.check(SimpleNamespace(), finetuning, SimpleNamespace())
 
 
 # ------------------------------------------------------------------------------------- loading
