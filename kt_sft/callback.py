@@ -15,13 +15,22 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import (
+    PreTrainedModel,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 
 from kt_core import runtime
+from kt_core.module import KTExpertsLinear
 from kt_sft import tally
 from kt_sft.collective import over_ranks
 from kt_sft.groups import GROUPS, group_of
 from kt_sft.peft_io import has_experts
+
+_TOWER = "tower"
 
 log = logging.getLogger("kt")
 STATS_FILE = "kt_stats.json"
@@ -125,8 +134,10 @@ class KTCallback(TrainerCallback):
 def check_gradients(model: nn.Module, *, overflow: bool = False) -> None:
     """Raises RuntimeError if every trainable parameter of a part (attention, experts, ...) has a
     zero gradient, or if any is NaN or Inf; `overflow` allows the latter (a loss scaler skips it).
+    A tower for pictures or sound may have none: a batch need not bring it any.
     """
     largest: dict[str, float] = {}
+    towers = _towers(model)
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
@@ -134,10 +145,10 @@ def check_gradients(model: nn.Module, *, overflow: bool = False) -> None:
         if isinstance(gradient, torch.distributed.tensor.DTensor):
             gradient = gradient.to_local()
         peak = float(gradient.abs().max()) if gradient is not None and gradient.numel() else 0.0
-        group = group_of(name)
+        group = _TOWER if name.startswith(towers) else group_of(name)
         # NaN compares as false and would get lost in max()
         largest[group] = max(largest.get(group, 0.0), peak if isfinite(peak) else inf)
-    for group in GROUPS:  # the same order, and so the same collectives, on every rank
+    for group in (*GROUPS, _TOWER):  # the same order, and so the same collectives, on every rank
         if group not in largest:
             continue
         peak = _over_ranks(largest[group], "max")
@@ -146,12 +157,24 @@ def check_gradients(model: nn.Module, *, overflow: bool = False) -> None:
                 f"gradients of the adapter's {group} parameters are NaN or Inf at the first step; "
                 "check the data, lower learning_rate, or use bf16 instead of a narrower type"
             )
-        if peak == 0.0:
+        if peak == 0.0 and group != _TOWER:
             raise RuntimeError(
                 f"all gradients of the adapter's {group} parameters are zero at the first step, so "
                 "they would never be "
                 "trained; check that the labels are not all masked and that the adapter is active"
             )
+
+
+def _towers(model: nn.Module) -> tuple[str, ...]:
+    """Beginnings of the names of what is in a transformers model inside of `model` that has no
+    routed experts: the encoders of a multimodal model.
+    """
+    inner = {n: m for n, m in model.named_modules() if isinstance(m, PreTrainedModel)}
+    return tuple(
+        f"{name}."
+        for name, module in inner.items()
+        if name and not any(isinstance(m, KTExpertsLinear) for m in module.modules())
+    )
 
 
 def _over_ranks(value: float, how: str) -> float:

@@ -73,6 +73,16 @@ def check(model_args: Any, finetuning_args: Any, training_args: Any) -> None:
     _refuse("finetuning", finetuning_args)
     _refuse("trained model", model_args)
     _refuse("training", training_args)
+    if training_args.use_ray:
+        raise ValueError(
+            "USE_RAY=1 is not supported with use_kt; unset it and launch with llamafactory-cli or "
+            "accelerate"
+        )
+    if finetuning_args.use_asft_loss and finetuning_args.ref_model is None:
+        raise ValueError(
+            "use_asft_loss=True compares with a reference model, which LLaMA-Factory loads for a "
+            "LoRA run only where ref_model names it; set ref_model, e.g. to model_name_or_path"
+        )
     if finetuning_args.use_dora and {"all", "experts"} & set(finetuning_args.lora_target):
         raise ValueError(
             f"use_dora=True is not supported on experts in CPU memory, which lora_target="

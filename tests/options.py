@@ -494,7 +494,12 @@ _TUNING = [
     ),
     *_many(TUNING, "hyper_parallel_args", NO_EFFECT, _ONLY.format("use_hyper_parallel")),
     _same(TUNING, "use_dft_loss", *_value("use_dft_loss", True)),
-    _same(TUNING, "use_asft_loss", *_value("use_asft_loss", True, ref_model="{root}/model")),
+    _same(
+        TUNING,
+        "use_asft_loss",
+        *_value("use_asft_loss", True, ref_model="{root}/model"),
+        note="without ref_model, where LLaMA-Factory fails at the first step, it is refused",
+    ),
     _same(
         TUNING,
         "asft_alpha",
@@ -502,9 +507,19 @@ _TUNING = [
     ),
     _same(TUNING, "use_eaft_loss", *_value("use_eaft_loss", True)),
     _same(TUNING, "eaft_alpha", *_value("eaft_alpha", 3.0, use_eaft_loss=True)),
+    _same(
+        TUNING,
+        "freeze_vision_tower",
+        *_value(
+            "freeze_vision_tower",
+            False,  # batches of text bring the tower nothing, and must not end the run
+            model_name_or_path="{root}/multimodal",
+            lora_target="q_proj,qkv,linear_fc1",
+        ),
+    ),
     *_many(
         TUNING,
-        "freeze_vision_tower freeze_multi_modal_projector freeze_language_model",
+        "freeze_multi_modal_projector freeze_language_model",
         SUPPORTED,
         "which Linear layers of a multimodal model `lora_target: all` means, as in stock",
     ),
@@ -529,7 +544,7 @@ _TRAINING = [
         TRAINING,
         "ray_num_workers ray_init_kwargs master_addr master_port",
         NO_EFFECT,
-        "only with USE_RAY=1 in the environment, which is not tested with use_kt",
+        "only with USE_RAY=1 in the environment, which is refused",
     ),
     _refused(TRAINING, "fp8", True, "fp8=True is not supported with use_kt", "bf16: true instead"),
     *_many(

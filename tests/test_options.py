@@ -17,6 +17,7 @@ from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
+import families
 import lf_cases
 import options
 import pytest
@@ -107,6 +108,14 @@ def root(tmp_path_factory):
         lf_cases.models.build(
             "qwen3_moe", root / name, tokenizer=True, vocab_size=rows, dtype=torch.float32
         )
+    tower = families.Family(
+        "qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration", families.MAPPINGS[1]
+    )
+    config = families.tiny(tower)
+    config.get_text_config().vocab_size = 300
+    torch.manual_seed(0)
+    tower.cls(config).float().save_pretrained(root / "multimodal")
+    lf_cases.models.byte_tokenizer().save_pretrained(root / "multimodal")
     more = [{"instruction": f"Is {i} odd?", "input": "", "output": f"{i % 2}."} for i in range(16)]
     (root / "more.json").write_text(json.dumps(more))
     info = json.loads((root / "dataset_info.json").read_text())
@@ -218,6 +227,17 @@ def test_an_option_is_refused_before_a_model_is_loaded(option, root, monkeypatch
     case = Case({option.name: option.value}, beside=option.beside)
     with pytest.raises(ValueError, match=option.message):
         lf_cases.run(_arguments(root, "refused", case, kt=True))
+
+
+def test_what_could_only_fail_later_is_refused(root, monkeypatch):
+    case = Case({"use_asft_loss": True})
+    with pytest.raises(ValueError, match=r"use_asft_loss=True .* set ref_model"):
+        lf_cases.run(_arguments(root, "refused", case, kt=True))
+    monkeypatch.setenv("USE_RAY", "1")
+    from llamafactory.hparams import get_train_args
+
+    with pytest.raises(ValueError, match="USE_RAY=1 is not supported with use_kt; unset it"):
+        get_train_args(_arguments(root, "refused", Case({}), kt=True))
 
 
 def test_parallelism_is_refused():
