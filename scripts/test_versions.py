@@ -9,18 +9,19 @@ on two cores.
     scripts/test_versions.py                     all environments; writes the page
     scripts/test_versions.py --llamafactory DIR  the same; LLaMA-Factory of "development" is the
                                                  checkout in DIR, which is no package to download
-    scripts/test_versions.py newest              one of them; prints only
+    scripts/test_versions.py newest              one of them; the page keeps the others' outcomes
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -125,10 +126,14 @@ def versions(environment: Environment, python: Path) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Counts by word (passed, failed, ...) and the failures, test and first line of the reason."""
+    """What ran with which versions: counts by word (passed, failed, ...), the failures (test, first
+    line of the reason) and the reasons for which tests were skipped.
+    """
 
+    versions: dict[str, str]
     counts: dict[str, int]
     failures: list[tuple[str, str]]
+    skipped: list[str]
 
 
 def run(environment: Environment, python: Path, log: Path) -> Outcome:
@@ -141,16 +146,27 @@ def run(environment: Environment, python: Path, log: Path) -> Outcome:
         subprocess.run([*command, *tests], cwd=ROOT, env=variables, stdout=out, check=False)
     text = log.read_text()
     found = re.findall(r"(\d+) (passed|failed|skipped|error)s?\b", text.splitlines()[-1])
-    failures = re.findall(r"^(?:FAILED|ERROR) (?:tests/)?(\S+)(?: - (.*))?$", text, re.MULTILINE)
-    outcome = Outcome({word: int(n) for n, word in found}, [(t, r.strip()) for t, r in failures])
-    if not outcome.counts:
+    if not found:
         sys.exit(f"test_versions: {environment.name}: pytest did not finish; see {log}")
-    return outcome
+    failures = re.findall(r"^(?:FAILED|ERROR) (?:tests/)?(\S+)(?: - (.*))?$", text, re.MULTILINE)
+    skipped = re.findall(r"^SKIPPED \[\d+\] [^:]*:\d+: (.*)$", text, re.MULTILINE)
+    return Outcome(
+        versions(environment, python),
+        {word: int(n) for n, word in found},
+        [(test, reason.strip()) for test, reason in failures],
+        sorted(set(skipped)),
+    )
 
 
-def page(results: list[tuple[Environment, dict[str, str], Outcome | None]]) -> str:
-    """docs/versions.md. An environment without an outcome was not run."""
-    head = ["environment", *SHOWN, "passed", "failed"]
+def read(name: str) -> Outcome | None:
+    """The last outcome of an environment."""
+    file = FOLDER / f"{name}.json"
+    return Outcome(**json.loads(file.read_text())) if file.is_file() else None
+
+
+def page() -> str:
+    """docs/versions.md, from the last outcome of every environment."""
+    head = ["environment", *SHOWN, "passed", "skipped", "failed"]
     lines = [
         "# Versions",
         "",
@@ -162,22 +178,24 @@ def page(results: list[tuple[Environment, dict[str, str], Outcome | None]]) -> s
         "| " + " | ".join(head) + " |",
         "| " + " | ".join("---" for _ in head) + " |",
     ]
-    for environment, found, outcome in results:
+    notes = []
+    for environment in ENVIRONMENTS:
+        outcome = read(environment.name)
         row = [f"{environment.name}: {environment.what}"]
-        row += [found.get(name, "-") for name in SHOWN]
         if outcome is None:
-            row += ["not run", "not run"]
+            row += ["-" for _ in SHOWN] + ["not run"] * 3
         else:
-            failed = outcome.counts.get("failed", 0) + outcome.counts.get("error", 0)
-            row += [str(outcome.counts.get("passed", 0)), str(failed)]
+            count = outcome.counts.get
+            failed = count("failed", 0) + count("error", 0)
+            row += [outcome.versions.get(name, "-") for name in SHOWN]
+            row += [str(count("passed", 0)), str(count("skipped", 0)), str(failed)]
+            notes += [f"- {environment.name}, skipped: {reason}" for reason in outcome.skipped]
+            notes += [
+                f"- {environment.name}, failed: `{test}`: {reason or 'see its log'}"
+                for test, reason in outcome.failures
+            ]
         lines.append("| " + " | ".join(row) + " |")
-    for environment, _, outcome in results:
-        if outcome is None:
-            lines += ["", f"{environment.name} was not run: it needs a checkout of LLaMA-Factory."]
-        elif outcome.failures:
-            lines += ["", f"Failures with {environment.name}:", ""]
-            lines += [f"- `{test}`: {reason or 'see the log'}" for test, reason in outcome.failures]
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, *([""] if notes else []), *notes]) + "\n"
 
 
 def main() -> None:
@@ -188,12 +206,11 @@ def main() -> None:
     known = {e.name: e for e in ENVIRONMENTS}
     if unknown := [n for n in options.names if n not in known]:
         sys.exit(f"test_versions: {unknown[0]} is no environment; there are {', '.join(known)}")
-    results: list[tuple[Environment, dict[str, str], Outcome | None]] = []
+    failed = False
     for name in options.names or known:
         environment = known[name]
         if environment.checkout and options.llamafactory is None:
             print(f"test-versions: {name}: left out, needs --llamafactory DIR", flush=True)
-            results.append((environment, {}, None))
             continue
         source = options.llamafactory.resolve() if environment.checkout else None
         print(f"test-versions: {name}: installing", flush=True)
@@ -201,13 +218,11 @@ def main() -> None:
         log = FOLDER / f"{name}.log"
         print(f"test-versions: {name}: testing, output in {log}", flush=True)
         outcome = run(environment, python, log)
-        results.append((environment, versions(environment, python), outcome))
+        (FOLDER / f"{name}.json").write_text(json.dumps(asdict(outcome)))
         print(f"test-versions: {name}: {outcome.counts}", flush=True)
-    if options.names:
-        print(page(results))
-    else:
-        PAGE.write_text(page(results))
-    if any(outcome is not None and outcome.failures for _, _, outcome in results):
+        failed |= bool(outcome.failures)
+    PAGE.write_text(page())
+    if failed:
         sys.exit(1)
 
 

@@ -13,13 +13,20 @@ import sys
 from pathlib import Path
 
 import models
+import peft
+import pytest
 import slow_experts
 import torch
+from packaging.version import Version
 from peft import LoraConfig, get_peft_model
 
 from kt_sft import plugin
 from kt_sft.config import KTConfig
 
+STOCK_HAS_EXPERTS = pytest.mark.skipif(
+    Version(peft.__version__) < Version("0.20"),
+    reason="stock peft reads and writes adapters of experts from 0.20 on",
+)
 ENGINES = ("reference", "kernels")
 TESTS = Path(__file__).parent
 

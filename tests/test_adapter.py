@@ -105,6 +105,7 @@ with torch.no_grad():
 """
 
 
+@cases.STOCK_HAS_EXPERTS
 def test_f3_orientation_against_a_hand_built_delta(reference, tmp_path):
     """F3: plain PEFT, our engine and our merge all equal loops over experts and ranks."""
     path = cases.checkpoint(tmp_path, **SIZES)

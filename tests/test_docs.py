@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import importlib.util
 import re
+import sys
 from pathlib import Path
 
 import lf_cases  # noqa: F401 - installs the hooks
@@ -69,3 +71,25 @@ def test_the_readme_points_to_the_pages():
     readme = (ROOT / "README.md").read_text()
     pages = sorted(path.name for path in (ROOT / "docs").glob("*.md"))
     assert pages and all(f"docs/{name}" in readme for name in pages)
+
+
+def test_the_page_of_versions_is_that_of_its_script():
+    """Every environment has its row, its oldest versions are those that pyproject.toml allows, and
+    its tests exist.
+    """
+    source = ROOT / "scripts" / "test_versions.py"
+    spec = importlib.util.spec_from_file_location("scripts_test_versions", source)
+    script = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = script  # where dataclasses looks
+    spec.loader.exec_module(script)
+    assert [row[0].split(":")[0] for row in _rows("versions.md")] == [
+        e.name for e in script.ENVIRONMENTS
+    ]
+    for name in (*script.TESTS, *script.WITH_LLAMAFACTORY):
+        assert (ROOT / "tests" / name).is_file()
+    text = (ROOT / "pyproject.toml").read_text()
+    oldest = dict(package.split("==") for package in script.ENVIRONMENTS[0].packages)
+    assert set(oldest) == {"transformers", "peft", "accelerate"}
+    for name, version in oldest.items():
+        (bound,) = re.findall(rf'"{name}>=([0-9.]+)', text)
+        assert version in (bound, f"{bound}.0")

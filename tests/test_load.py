@@ -140,6 +140,7 @@ def test_transposed_fused_tensors(tmp_path, slow):
     """Published Qwen3-VL-MoE files hold [E, H, 2I]; its loader transposes, and so do we."""
     config = transformers.Qwen3VLMoeConfig(
         text_config=models.config("qwen3_moe").to_dict()
+        | {"num_experts": 8}  # as older versions call it
         | {"model_type": "qwen3_vl_moe_text", "rope_scaling": {"mrope_section": [3, 3, 2]}},
         vision_config={
             "depth": 1,

@@ -144,6 +144,7 @@ def stock_results(tmp_path_factory):
     return {name: (ours[name], *torch.load(d + "/stock.pt")) for name, (_, d) in where.items()}
 
 
+@cases.STOCK_HAS_EXPERTS
 @pytest.mark.parametrize("name", CASES)
 def test_stock_peft_gives_the_same_logits_and_merges_to_them(name, stock_results):
     want, applied, merged = stock_results[name]
@@ -189,6 +190,7 @@ for model, adapter, targets in json.loads(sys.argv[1]):
 """
 
 
+@cases.STOCK_HAS_EXPERTS
 def test_adapters_that_stock_peft_wrote(reference, tmp_path):
     """Stock peft adapts fused parameters (gate and up share A) and writes its fused layout."""
     written = []
