@@ -15,7 +15,6 @@ from typing import Any
 import peft
 import torch
 from peft import LoraConfig, PeftModel
-from peft.utils.save_and_load import get_peft_model_state_dict
 from torch import nn
 
 from kt_core.adapter_config import file_contents, training_config
@@ -79,7 +78,7 @@ def _all_is_saved(model: PeftModel, name: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         state = model.state_dict(keep_vars=True)
-        kept = get_peft_model_state_dict(model, state_dict=state, adapter_name=name)
+        kept = peft_io.state_of(model, name, state_dict=state)
     saved = {id(tensor) for tensor in kept.values()}
     others = [f".{other}." for other in model.peft_config if other != name]
     for key, parameter in model.named_parameters():

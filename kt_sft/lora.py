@@ -16,6 +16,7 @@ import math
 import warnings
 from typing import Any
 
+import peft
 import torch
 from peft import LoraConfig
 from peft.tuners.lora.layer import LoraLayer
@@ -31,6 +32,17 @@ _DENSE_ONLY = ("use_dora", "lora_bias", "fan_in_fan_out")
 # Options that nothing here can train, save and load again. peft >= 0.19 also marks such fields
 # itself ("is_lora_variant").
 _REFUSED = ("use_qalora", "alora_invocation_tokens", "arrow_config", "layer_replication")
+# Options of peft 0.18 to 0.21 that act on what is trained here, say where an adapter comes from or
+# goes, or set up an option above. A later version may have more.
+_KNOWN = (
+    *("r", "lora_alpha", "lora_dropout", "rank_pattern", "alpha_pattern", "use_rslora", "bias"),
+    *("target_modules", "exclude_modules", "target_parameters", "layers_to_transform"),
+    *("layers_pattern", "modules_to_save", "trainable_token_indices", "ensure_weight_tying"),
+    *("init_lora_weights", "loftq_config", "eva_config", "corda_config", "lora_ga_config"),
+    *("qalora_group_size", "runtime_config", "megatron_config", "megatron_core", "task_type"),
+    *("peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
+    "inference_mode",
+)
 _INITS = (True, False, "gaussian")
 MERGE = (
     "packed expert weights cannot take a LoRA delta; save the adapter and merge it into the "
@@ -233,6 +245,11 @@ def check_supported(config: LoraConfig, *, experts: bool) -> None:
         elif value and (field.name in _REFUSED or field.metadata.get("is_lora_variant")):
             raise ValueError(
                 f"{field.name}={value!r} is not supported beside experts in CPU memory; remove it"
+            )
+        elif field.name not in (*_KNOWN, *_DENSE_ONLY) and value and value != field.default:
+            raise ValueError(
+                f"{field.name}={value!r} of peft {peft.__version__} is not known beside experts in "
+                "CPU memory; remove it, or install a peft from constraints.txt"
             )
     known = any(config.init_lora_weights is i or config.init_lora_weights == i for i in _INITS)
     if experts and not known:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import re
 import shutil
 import tempfile
 import warnings
@@ -104,8 +105,20 @@ def planned(model: PeftModel, name: str) -> AdapterData:
     """What `collect` would give for a save at this moment, on the meta device."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # peft warns again at every save
-        tensors = get_peft_model_state_dict(model, adapter_name=name)
+        tensors = state_of(model, name)
     return collect(model, name, {k: torch.empty_like(t, device="meta") for k, t in tensors.items()})
+
+
+def state_of(model: PeftModel, name: str, **kw: Any) -> dict[str, Tensor]:
+    """peft's state dict of adapter `name`; `kw` as get_peft_model_state_dict takes them. That
+    of 0.18 gives every tensor whose key contains the name: for "q" all of q_proj too.
+    """
+    tensors = get_peft_model_state_dict(model, adapter_name=name, **kw)
+    others = "|".join(re.escape(other) for other in model.peft_config if other != name)
+    if not others:
+        return dict(tensors)
+    foreign = re.compile(rf"\.lora_\w+\.(?:{others})(?:\.|$)")
+    return {key: tensor for key, tensor in tensors.items() if not foreign.search(key)}
 
 
 def layout_of(model: PeftModel, name: str = "default") -> stock.Choice:
@@ -167,10 +180,10 @@ def save_pretrained(
         )
     for name in names:
         try:
-            tensors = get_peft_model_state_dict(
+            tensors = state_of(
                 self,
+                name,
                 state_dict=kw.get("state_dict"),
-                adapter_name=name,
                 save_embedding_layers=save_embedding_layers,
             )
         except KeyError as error:
@@ -257,10 +270,8 @@ def _save_one(model: PeftModel, name: str, tensors: Mapping[str, Tensor], target
 
 
 def _trained_shapes(model: PeftModel, name: str) -> dict[str, tuple[int, ...]]:
-    """Global shapes of every parameter of adapter `name`, by the key get_peft_model_state_dict
-    gives it.
-    """
-    keys = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
+    """Global shapes of every parameter of adapter `name`, by the key `state_of` gives it."""
+    keys = state_of(model, name, save_embedding_layers=False)
     return {k: tuple(p.shape) for k, p in keys.items()}
 
 

@@ -12,12 +12,13 @@ import peft
 import pytest
 import sft_cases as cases
 import torch
+from packaging.version import Version
 from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import config as lora_config
 from transformers import AutoModelForCausalLM
 
 from kt_core import adapter, hf
-from kt_sft import dry_run, peft_io
+from kt_sft import dry_run, lora, peft_io
 
 QV = ["q_proj", "v_proj"]
 BOTH = {"modules_to_save": ["embed_tokens", "lm_head"]}
@@ -71,14 +72,23 @@ KEPT_DENSE: dict[str, tuple[str, list[str], dict]] = {
 REFUSED = {
     "bias": "lora_only",  # stock peft 0.20 loses the biases
     "init_lora_weights": "pissa",
-    "velora_config": lora_config.VeloraConfig(),
     "alora_invocation_tokens": [5, 6],
     "use_qalora": True,
-    "monteclora_config": lora_config.MontecloraConfig(),
     "layer_replication": [[0, 2], [1, 2]],
-    "use_bdlora": lora_config.BdLoraConfig(target_modules_bd_b=QV, nblocks=2),
     "arrow_config": lora_config.ArrowConfig(),
 }
+# (field, its class, arguments) of variants that only some versions have.
+VARIANTS = (
+    ("velora_config", "VeloraConfig", {}),
+    ("monteclora_config", "MontecloraConfig", {}),
+    ("use_bdlora", "BdLoraConfig", {"target_modules_bd_b": QV, "nblocks": 2}),
+    ("kasa_config", "KasaConfig", {}),
+)
+FIELDS = {field.name for field in dataclasses.fields(LoraConfig)}
+REFUSED |= {f: vars(lora_config)[c](**kw) for f, c, kw in VARIANTS if f in FIELDS}
+if Version(peft.__version__) >= Version("0.21"):
+    del REFUSED["bias"]
+    KEPT["biases beside LoRA"] = ("biased", QV, {"bias": "lora_only"})
 # Fields that say where an adapter comes from or goes, or set up what is refused above.
 OTHER = {
     "task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision",
@@ -124,15 +134,33 @@ def _step(model) -> None:
 
 
 def test_every_field_of_the_installed_loraconfig_is_looked_at():
-    seen = {key for table in (KEPT, KEPT_DENSE) for _, _, lora in table.values() for key in lora}
-    fields = {field.name for field in dataclasses.fields(LoraConfig)}
-    unknown = fields - seen - set(REFUSED) - OTHER
+    seen = {
+        key for table in (KEPT, KEPT_DENSE) for _, _, options in table.values() for key in options
+    }
+    unknown = FIELDS - seen - set(REFUSED) - OTHER
     assert not unknown, f"unknown option {unknown}: supported, refused or no effect?"
+    checked = {*lora._KNOWN, *lora._DENSE_ONLY, *lora._REFUSED}
+    variants = {f.name for f in dataclasses.fields(LoraConfig) if "is_lora_variant" in f.metadata}
+    assert checked | variants >= FIELDS
+
+
+@pytest.mark.parametrize("experts", [True, False])
+def test_an_option_of_a_later_peft_is_refused_where_it_is_set(experts):
+    @dataclasses.dataclass
+    class Later(LoraConfig):
+        a_later_option: int = 3
+
+    lora.check_supported(Later(), experts=experts)
+    with pytest.raises(ValueError, match="a_later_option=4 of peft .* is not known beside experts"):
+        lora.check_supported(Later(a_later_option=4), experts=experts)
 
 
 @pytest.mark.parametrize(
     ("name", "experts"),
-    [*((n, False) for n in [*KEPT, *KEPT_DENSE]), *((n, True) for n in KEPT)],
+    [
+        *((n, False) for n in [*KEPT, *KEPT_DENSE]),
+        *(pytest.param(n, True, marks=cases.STOCK_HAS_EXPERTS) for n in KEPT),
+    ],
 )
 def test_what_is_trained_is_saved_for_stock_peft_and_for_us(name, experts, paths, tmp_path):
     checkpoint, targets, lora = (KEPT | KEPT_DENSE)[name]
@@ -198,13 +226,12 @@ def _made(path, targets=("q_proj", "experts"), **lora):
 
 def _with(monkeypatch, change) -> None:
     """peft of a later version, whose state dict of an adapter is changed by `change`."""
-    for module in (peft_io, dry_run):
-        original = module.get_peft_model_state_dict
+    original = peft_io.get_peft_model_state_dict
 
-        def later(model, *args, original=original, **kw):
-            return change(original(model, *args, **kw))
+    def later(model, *args, **kw):
+        return change(original(model, *args, **kw))
 
-        monkeypatch.setattr(module, "get_peft_model_state_dict", later)
+    monkeypatch.setattr(peft_io, "get_peft_model_state_dict", later)
 
 
 def test_a_kind_of_tensor_that_nobody_knows_ends_the_run_at_once(paths, monkeypatch):

@@ -210,6 +210,18 @@ def test_adapters_that_stock_peft_wrote(reference, tmp_path):
         assert torch.allclose(got, torch.load(directory + "/stock.pt"), atol=2e-5)
 
 
+@pytest.mark.parametrize("other", ["q", "lora", "proj", "default2"])
+def test_a_name_that_lies_in_others_keys_saves_its_own_tensors(other, reference, tmp_path):
+    """peft 0.18 looks for the adapter's name anywhere in a key."""
+    _, tuned, _ = _saved(tmp_path)
+    tuned.add_adapter(other, peft.LoraConfig(r=2, target_modules=["o_proj", "experts"]))
+    tuned.save_pretrained(tmp_path / "both")
+    data = read_adapter(tmp_path / "both" / other)
+    assert {path.rpartition(".")[2] for path in data.dense} == {"o_proj"}
+    assert {f.a.shape[1] for m in data.experts.values() for f in m.values()} == {2}
+    assert "model.layers.0.self_attn.q_proj" in read_adapter(tmp_path / "both").dense
+
+
 def test_several_adapters_save_each_to_its_directory(reference, tmp_path):
     _, tuned, _ = _saved(tmp_path)
     tuned.add_adapter("other", peft.LoraConfig(r=2, target_modules=["experts"]))
