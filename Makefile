@@ -9,7 +9,7 @@ SETUP := $(PYTHON) scripts/setup.py $(if $(TORCH_INDEX),--torch-index $(TORCH_IN
 TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-versions test-asan test-numa-system lint bench bench-more bench-peers wheel clean
+.PHONY: help setup demo test test-all test-versions test-transformers test-asan test-numa-system lint bench bench-more bench-peers wheel clean
 
 help:  ## list these targets
 	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|' 2>/dev/null \
@@ -30,6 +30,9 @@ test-all: setup  ## the tests, the slow ones too
 
 test-versions: setup  ## tests with the oldest, pip's and the newest libraries; writes docs/versions.md
 	$(BIN)/python scripts/test_versions.py $(if $(LLAMAFACTORY),--llamafactory $(LLAMAFACTORY))
+
+test-transformers: setup  ## transformers' own model tests with our experts: TRANSFORMERS=checkout FAMILIES="qwen3_moe"
+	$(BIN)/python scripts/model_tests.py $(if $(TRANSFORMERS),--transformers $(TRANSFORMERS)) $(FAMILIES)
 
 test-asan: setup  ## the kernel tests with AddressSanitizer and UBSan (g++; a few minutes)
 	$(BIN)/python scripts/test_asan.py

@@ -161,6 +161,12 @@ def refuse_quantized(path: str | Path, from_pretrained: Mapping[str, Any]) -> No
     """Raises ValueError if `from_pretrained(path, **from_pretrained)` would load quantized weights:
     transformers' own quantizers would ask for packages, or hide the experts.
     """
+    for key in ("quantization_config", "load_in_4bit", "load_in_8bit", "gguf_file"):
+        if from_pretrained.get(key):
+            raise ValueError(
+                f"{key} asks transformers for quantized weights, which it would keep from the "
+                "experts on the CPU; remove it and choose their format (int8, int4) instead"
+            )
     if Path(path).is_dir():
         quantized.refuse_directory(path)
         return

@@ -32,11 +32,14 @@ _NAMES = {
     ".weight_scale_inv": "FP8 in blocks",
     ".weight_packed": "compressed-tensors",
     ".weight_scale": "FP8 or compressed-tensors",
+    ":_weight_qdata": "torchao",
+    ".weight._data": "quanto",
     ".quant_map": "bitsandbytes (4-bit)",
     ".absmax": "bitsandbytes (4-bit)",
     ".qweight": "GPTQ or AWQ",
     "_blocks": "MXFP4",
     ".SCB": "bitsandbytes (8-bit)",
+    ".W_q": "HQQ",
 }
 _OLD_CONFIGS = {"quantize_config.json": "GPTQ", "quant_config.json": "AWQ"}
 
@@ -45,13 +48,14 @@ def refuse(config: Mapping[str, Any], where: str) -> None:
     """Raises ValueError if `config`, the contents of a config.json, says that its weights are
     quantized. `where` names the checkpoint.
     """
-    for part in (config, config.get("text_config") or {}):
-        found = part.get("quantization_config")
-        if not found:
-            continue
-        method = found.get("quant_method") or _old_bitsandbytes(found) or "an unnamed method"
-        said = f"quantization_config.quant_method: {method} in config.json"
-        _refuse(where, _METHODS.get(str(method), str(method)), said)
+    for key in ("quantization_config", "compression_config"):
+        if found := config.get(key):
+            method = found.get("quant_method") or _old_bitsandbytes(found) or "an unnamed method"
+            said = f"{key}.quant_method: {method} in config.json"
+            _refuse(where, _METHODS.get(str(method), str(method)), said)
+    for part in config.values():  # of the text, of a vision tower
+        if isinstance(part, Mapping):
+            refuse(part, where)
 
 
 def refuse_names(names: Iterable[str], where: str) -> None:

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kt_core import adapter, hf, quantized
+from kt_core.serve import loading
 from kt_sft import plugin
 
 # quant_method, further contents of quantization_config, what the sentence calls it
@@ -65,6 +66,7 @@ def readers(path, tmp_path):
     return {
         "load_model": lambda: hf.load_model(path),
         "load_for_training": lambda: plugin.load_for_training(str(path)),
+        "serve": lambda: loading.check(str(path), None, [], hf.LoadSettings()),
         "merge": lambda: adapter.merge(path, tmp_path / "no adapter", tmp_path / "merged"),
     }
 
@@ -108,6 +110,25 @@ def test_an_index_and_older_files_are_enough(base, tmp_path):
     (path / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ValueError, match="MXFP4"):
         hf.load_model(path)
+
+
+@pytest.mark.parametrize("part", ["text_config", "thinker_config.text_config", ""])
+@pytest.mark.parametrize("key", ["quantization_config", "compression_config"])
+def test_a_part_of_a_model_may_be_quantized(part, key):
+    config = {key: {"quant_method": "compressed-tensors"}}
+    for name in reversed(part.split(".") if part else []):
+        config = {"vision_config": {}, name: config}
+    with pytest.raises(ValueError, match=rf"compressed-tensors \({key}.quant_method: compressed"):
+        quantized.refuse(config, "model")
+
+
+@pytest.mark.parametrize("key", ["quantization_config", "load_in_4bit", "gguf_file"])
+def test_a_quantizer_of_transformers_is_not_asked_for(base, key):
+    for load in (hf.load_model, plugin.load_for_training):
+        with pytest.raises(
+            ValueError, match=f"{key} asks transformers for quantized weights.*int8"
+        ):
+            load(str(base), **{key: {"load_in_4bit": True}})
 
 
 def test_a_directory_of_gguf_files(base, tmp_path):

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedModel
 
+from kt_core import quantized
 from kt_core.adapter import adapter, load_adapter
 from kt_core.hf import LoadSettings, load_model
 from kt_core.serve.app import Names, Served, Service
@@ -68,6 +69,8 @@ def check(
     """`adapters` are `[name=]DIR`. Raises ValueError or OSError, in one sentence."""
     directories = [named_adapter(text) for text in adapters]
     names = Names(name or Path(model).resolve().name, tuple(own for own, _ in directories))
+    if Path(model).is_dir():
+        quantized.refuse_directory(model)
     if Path(model).is_dir() and not (Path(model) / "config.json").is_file():
         raise FileNotFoundError(f"{model} has no config.json; give the directory of a model")
     if not Path(model).is_dir() and (Path(model).is_absolute() or model.startswith(".")):
