@@ -135,6 +135,7 @@ def test_resume_under_fsdp_with_an_accelerate_that_loses_tensors(root, monkeypat
 
     monkeypatch.setattr(resume, "check_resumable", lambda checkpoint, world_size: None)
 
+    monkeypatch.setattr(accelerate, "__version__", "1.15.0")
     llamafactory._check_resume(Arguments, Arguments)
     monkeypatch.setattr(accelerate, "__version__", "1.14.0")
     with pytest.raises(ValueError, match="set adapter_name_or_path: out/checkpoint-2 beside"):
