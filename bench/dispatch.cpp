@@ -6,9 +6,9 @@
 #include <thread>
 #include <vector>
 
-#include "moe.h"
-#include "pool.h"
-#include "registry.h"
+#include "moe/moe.h"
+#include "machine/parallel.h"
+#include "gemm/registry.h"
 
 namespace kt {
 namespace {

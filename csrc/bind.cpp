@@ -4,13 +4,15 @@
 #include <pybind11/stl.h>
 #include <unistd.h>
 
-#include "arena.h"
-#include "moe.h"
-#include "numa.h"
-#include "pool.h"
-#include "recycled.h"
-#include "registry.h"
-#include "topology.h"
+#include <algorithm>
+
+#include "gemm/registry.h"
+#include "machine/arena.h"
+#include "machine/numa.h"
+#include "machine/parallel.h"
+#include "machine/recycled_buffer.h"
+#include "machine/topology.h"
+#include "moe/moe.h"
 
 namespace py = pybind11;
 using namespace kt;
@@ -44,6 +46,17 @@ struct NoGil {
   ~NoGil() { take_gil(thread); }
 };
 
+// "32, 64, 128 or 0 (per channel)"
+std::string listed(const int* groups, int count) {
+  std::string out;
+  for (int i = 0; i < count; ++i)
+    out += (i == 0           ? ""
+            : i + 1 == count ? " or "
+                             : ", ") +
+           std::to_string(groups[i]) + (groups[i] ? "" : " (per channel)");
+  return out;
+}
+
 // One layer over a buffer that Python owns and this object keeps alive.
 struct BoundLayer {
   Layer l;
@@ -55,9 +68,9 @@ struct BoundLayer {
       : l{experts, hidden, intermediate, group, format, Act(act), nullptr, slices} {
     const Kernel& k = *find_kernel(format).kernel;
     if (!k.scaled) l.group = 0;
-    if (l.group % kBlock || l.group < 0)
-      throw std::invalid_argument("group is " + std::to_string(group) +
-                                  "; give 32, 64, 128 or 0 (per channel)");
+    if (std::find(k.groups, k.groups + k.group_count, l.group) == k.groups + k.group_count)
+      throw std::invalid_argument("group is " + std::to_string(group) + "; format " + format +
+                                  " takes " + listed(k.groups, k.group_count));
     if (slices < 1 || slices > max_slices(l))
       throw std::invalid_argument("slices is " + std::to_string(slices) +
                                   "; an intermediate size of " + std::to_string(intermediate) +
@@ -84,37 +97,37 @@ struct BoundLayer {
   }
 };
 
-Lora read_lora(const py::object& o) {
-  Lora lo;
-  if (o.is_none()) return lo;
-  auto d = o.cast<py::dict>();
-  for (int p = 0; p < 3; ++p) {
-    auto t = d["projections"].cast<py::list>()[size_t(p)];
-    if (t.is_none()) continue;
-    auto [a, b, r, scaling] = t.cast<std::tuple<uintptr_t, uintptr_t, int64_t, float>>();
-    lo.a[p] = at<void>(a), lo.b[p] = at<void>(b), lo.r[p] = r, lo.scaling[p] = scaling;
-  }
-  lo.type = DType(d["dtype"].cast<int>());
-  lo.dropout = d["dropout"].cast<float>();
-  lo.seed = d["seed"].cast<uint64_t>();
-  return lo;
+// -- the arguments of a pass, as kt_core/experts.py fills them: addresses of checked tensors -----
+// By projection: gate, up, down; rank 0 where there is no adapter.
+Lora make_lora(const std::vector<uintptr_t>& a, const std::vector<uintptr_t>& b,
+               const std::vector<int64_t>& r, const std::vector<float>& scaling, int dtype,
+               float dropout, uint64_t seed) {
+  Lora lora;
+  for (size_t p = 0; p < 3; ++p)
+    lora.a[p] = at<void>(a[p]), lora.b[p] = at<void>(b[p]), lora.r[p] = r[p],
+    lora.scaling[p] = scaling[p];
+  lora.type = DType(dtype), lora.dropout = dropout, lora.seed = seed;
+  return lora;
 }
 
-Sum read_sum(uintptr_t address, bool rounded) {
+// parts: [(tokens, seed), ...] of a batch that several processes have put together.
+Batch make_batch(int64_t tokens, int64_t top_k, uintptr_t x, uintptr_t index, uintptr_t weight,
+                 uintptr_t mine, const std::vector<std::pair<int64_t, uint64_t>>& parts) {
+  Batch b{tokens, top_k, at<bf16>(x), at<int64_t>(index), at<float>(weight), at<uint8_t>(mine)};
+  for (auto [n, seed] : parts) b.parts.push_back({n, seed});
+  return b;
+}
+
+Output make_output(uintptr_t address, bool rounded) {
   if (rounded) return {nullptr, at<bf16>(address)};
   return {at<float>(address), nullptr};
 }
 
-// share: None, or (address of `mine`, [(tokens, seed), ...]).
-Batch read_batch(int64_t tokens, int64_t top_k, uintptr_t x, uintptr_t index, uintptr_t weight,
-                 const py::object& share) {
-  Batch b{tokens, top_k, at<bf16>(x), at<int64_t>(index), at<float>(weight)};
-  if (share.is_none()) return b;
-  auto [mine, parts] =
-      share.cast<std::pair<uintptr_t, std::vector<std::pair<int64_t, uint64_t>>>>();
-  b.mine = at<uint8_t>(mine);
-  for (auto [n, seed] : parts) b.parts.push_back({n, seed});
-  return b;
+Grads make_grads(const Output& dx, uintptr_t dw, const std::vector<uintptr_t>& da,
+                 const std::vector<uintptr_t>& db) {
+  Grads g{dx, at<float>(dw), {}, {}};
+  for (size_t p = 0; p < 3; ++p) g.da[p] = at<float>(da[p]), g.db[p] = at<float>(db[p]);
+  return g;
 }
 
 py::list list_kernels() {
@@ -129,7 +142,12 @@ py::list list_kernels() {
     d["slow_on"] = e.kernel->slow_on;
     d["slow_here"] = cpu().vendor == e.kernel->slow_on;
     d["bf16_products"] = e.kernel->a_size == size_of(DType::kBf16);
+    d["bits"] = e.kernel->bits;
+    d["scaled"] = e.kernel->scaled;
+    d["groups"] = std::vector<int>(e.kernel->groups, e.kernel->groups + e.kernel->group_count);
+    d["default_group"] = e.kernel->default_group;
     d["int8_domain"] = e.kernel->quad_size > 0;
+    d["int16_pays"] = e.kernel->int16_pays;
     d["calls"] = e.calls->load();
     out.append(d);
   }
@@ -166,7 +184,7 @@ py::tuple bind_topology(const std::string& root, const std::optional<std::vector
 // slice, end), ...] of the `count` nodes with the most CPUs.
 py::list bind_share(const std::string& root, const std::vector<int>& cpus, size_t count,
                     int threads, int64_t slices) {
-  const std::vector<Share> shares =
+  const std::vector<NodeShare> shares =
       share_threads(largest(topology(root, cpus).nodes, count), threads);
   const std::vector<int64_t> owners = share_slices(shares, slices);
   py::list out;
@@ -177,56 +195,76 @@ py::list bind_share(const std::string& root, const std::vector<int>& cpus, size_
 }
 
 // [(node id, workers, [cpus of a worker, ...]), ...]
-py::list bind_crews() {
+py::list bind_node_workers() {
   py::list out;
-  for (const Crew& c : crews()) out.append(py::make_tuple(c.node, c.workers, c.cpus));
+  for (const NodeWorkers& c : node_workers()) out.append(py::make_tuple(c.node, c.workers, c.cpus));
   return out;
 }
 
-}  // namespace
-
-PYBIND11_MODULE(_kt, m) {
-  m.doc() = "Expert kernels; see kt_core/experts.py for the checked interface.";
+void bind_machine(py::module_& m) {
   m.def("kernels", &list_kernels);
   m.def("current_isa", &current_isa);
-  m.def("force_isa", &force_isa);
+  m.def("force_isa", &force_isa, py::arg("name"));
   m.def("cpu_registers", &cpu_registers);
-  m.def("use_cpu", &bind_use_cpu);
   m.def("tiles_refused", &tiles_refused);
   m.def("allowed_cpus", [] { return allowed_cpus(); });
   m.def("topology", &bind_topology, py::arg("root") = "/", py::arg("cpus") = py::none());
   m.def("threads", &threads);
-  m.def("set_threads", &set_threads, py::arg("n"), py::arg("oversubscribe") = false,
-        py::call_guard<NoGil>());  // waits for the call in flight
+  m.def(
+      "set_threads", [](int n) { set_threads(n); }, py::arg("n"),
+      py::call_guard<NoGil>());  // waits for the call in flight
   m.def("use_openmp", &use_openmp, py::arg("parallel"), py::arg("max_threads"),
         py::call_guard<NoGil>());
   m.def("in_openmp", &in_openmp);
-  m.def("set_nodes", &set_nodes, py::call_guard<NoGil>());
-  m.def("check_nodes", &check_nodes);
+  m.def("set_nodes", &set_nodes, py::arg("n"), py::call_guard<NoGil>());
+  m.def("check_nodes", &check_nodes, py::arg("n"));
   m.def("available_nodes", &available_nodes);
-  m.def("pretend_nodes", &pretend_nodes);
   m.def("nodes", &nodes, py::call_guard<NoGil>());
   m.def("share", &bind_share, py::arg("root"), py::arg("cpus"), py::arg("nodes"),
         py::arg("threads"), py::arg("slices"));
-  m.def("crews", &bind_crews);
   m.def("refusals", &refusals);
-  m.def("refuse_call", &refuse_call);
-  m.def("delay_tasks", &delay_tasks);
-  m.def("fail_tasks", &fail_tasks);
-  m.def("workers_seen", &workers_seen);
+}
 
-  py::class_<Arena>(m, "Arena", py::buffer_protocol())
-      .def(py::init<int64_t>())
-      .def_buffer([](Arena& a) {
-        return py::buffer_info(a.data(), 1, py::format_descriptor<uint8_t>::format(), a.bytes());
+// What only tests ask for.
+void bind_testing(py::module_ m) {
+  m.def("use_cpu", &bind_use_cpu, py::arg("registers"));
+  m.def(
+      "set_threads", [](int n) { set_threads(n, true); }, py::arg("n"), py::call_guard<NoGil>(),
+      "As _kt.set_threads, also above the allowed CPUs.");
+  m.def("pretend_nodes", &pretend_nodes, py::arg("n"));
+  m.def("node_workers", &bind_node_workers);
+  m.def("refuse_call", &refuse_call, py::arg("name"), py::arg("error"));
+  m.def("delay_tasks", &delay_tasks, py::arg("microseconds"));
+  m.def("fail_tasks", &fail_tasks, py::arg("worker"));
+  m.def("workers_seen", &workers_seen);
+}
+
+template <class T>
+void bind_buffer(py::module_& m, const char* name) {
+  py::class_<T>(m, name, py::buffer_protocol())
+      .def(py::init<int64_t>(), py::arg("nbytes"))
+      .def_buffer([](T& memory) {
+        return py::buffer_info(memory.data(), 1, py::format_descriptor<uint8_t>::format(),
+                               memory.bytes());
       });
-  py::class_<Recycled>(m, "Recycled", py::buffer_protocol())
-      .def(py::init<int64_t>())
-      .def_buffer([](Recycled& r) {
-        return py::buffer_info(r.data(), 1, py::format_descriptor<uint8_t>::format(), r.bytes());
-      });
-  m.def("recycled_bytes", &recycled_bytes);
-  m.def("release_recycled", &release_recycled);
+}
+
+void bind_arguments(py::module_& m) {
+  py::class_<Batch>(m, "Batch")
+      .def(py::init(&make_batch), py::kw_only(), py::arg("tokens"), py::arg("top_k"), py::arg("x"),
+           py::arg("index"), py::arg("weight"), py::arg("mine") = 0,
+           py::arg("parts") = std::vector<std::pair<int64_t, uint64_t>>{});
+  py::class_<Lora>(m, "Lora").def(py::init(&make_lora), py::kw_only(), py::arg("a"), py::arg("b"),
+                                  py::arg("r"), py::arg("scaling"), py::arg("dtype"),
+                                  py::arg("dropout"), py::arg("seed"));
+  py::class_<Output>(m, "Output")
+      .def(py::init(&make_output), py::arg("address"), py::arg("rounded"));
+  py::class_<Grads>(m, "Grads")
+      .def(py::init(&make_grads), py::kw_only(), py::arg("dx"), py::arg("dw"), py::arg("da"),
+           py::arg("db"));
+}
+
+void bind_layer(py::module_& m) {
   py::class_<BoundLayer>(m, "Layer")
       .def(py::init<int64_t, int64_t, int64_t, const std::string&, int64_t, int, int64_t>(),
            py::arg("experts"), py::arg("hidden"), py::arg("intermediate"), py::arg("format"),
@@ -237,46 +275,62 @@ PYBIND11_MODULE(_kt, m) {
           [](const BoundLayer& b) { return find_kernel(b.l.format).kernel->int16_pays; })
       .def_property_readonly("group", [](const BoundLayer& b) { return b.l.group; })
       .def_property_readonly("max_slices", [](const BoundLayer& b) { return max_slices(b.l); })
-      .def("attach", &BoundLayer::attach)
+      .def("attach", &BoundLayer::attach, py::arg("buffer"))
       .def("bind_slices",
            [](BoundLayer& b) {
              const Layer& l = b.ready();
              NoGil nogil;
              bind_slices(l);
            })
-      .def("pack",
-           [](BoundLayer& b, int64_t e, int p, uintptr_t src, int dtype, int64_t ld) {
-             const Layer& l = b.ready();
-             NoGil nogil;
-             return pack_matrix(l, e, p, at<void>(src), DType(dtype), ld);
-           })
-      .def("unpack",
-           [](BoundLayer& b, int64_t e, int p, uintptr_t out) {
-             const Layer& l = b.ready();
-             NoGil nogil;
-             unpack_matrix(l, e, p, at<float>(out));
-           })
-      .def("forward",
-           [](BoundLayer& b, int64_t tokens, int64_t top_k, uintptr_t x, uintptr_t index,
-              uintptr_t weight, const py::object& share, const py::object& lora, int compute,
-              uintptr_t out, bool rounded, uintptr_t saved) {
-             const Layer& l = b.ready();
-             const Batch batch = read_batch(tokens, top_k, x, index, weight, share);
-             Lora lo = read_lora(lora);
-             NoGil nogil;
-             moe_forward(l, batch, lo, Compute(compute), read_sum(out, rounded), at<bf16>(saved));
-           })
-      .def("backward",
-           [](BoundLayer& b, int64_t tokens, int64_t top_k, uintptr_t x, uintptr_t index,
-              uintptr_t weight, const py::object& share, const py::object& lora, int compute,
-              uintptr_t dy, uintptr_t saved, uintptr_t dx, bool rounded, uintptr_t dw,
-              const std::vector<uintptr_t>& da, const std::vector<uintptr_t>& db) {
-             const Layer& l = b.ready();
-             const Batch batch = read_batch(tokens, top_k, x, index, weight, share);
-             Lora lo = read_lora(lora);
-             Grads g{read_sum(dx, rounded), at<float>(dw), {}, {}};
-             for (size_t p = 0; p < 3; ++p) g.da[p] = at<float>(da[p]), g.db[p] = at<float>(db[p]);
-             NoGil nogil;
-             moe_backward(l, batch, lo, Compute(compute), at<bf16>(dy), at<bf16>(saved), g);
-           });
+      .def(
+          "pack",
+          [](BoundLayer& b, int64_t e, int p, uintptr_t src, int dtype, int64_t ld) {
+            const Layer& l = b.ready();
+            NoGil nogil;
+            return pack_matrix(l, e, p, at<void>(src), DType(dtype), ld);
+          },
+          py::arg("expert"), py::arg("projection"), py::arg("source"), py::arg("dtype"),
+          py::arg("ld"))
+      .def(
+          "unpack",
+          [](BoundLayer& b, int64_t e, int p, uintptr_t out) {
+            const Layer& l = b.ready();
+            NoGil nogil;
+            unpack_matrix(l, e, p, at<float>(out));
+          },
+          py::arg("expert"), py::arg("projection"), py::arg("out"))
+      .def(
+          "forward",
+          [](BoundLayer& b, const Batch& batch, const Lora* lora, int compute, const Output& out,
+             uintptr_t saved) {
+            const Layer& l = b.ready();
+            NoGil nogil;
+            moe_forward(l, batch, lora ? *lora : Lora{}, Compute(compute), out, at<bf16>(saved));
+          },
+          py::arg("batch"), py::arg("lora"), py::arg("compute"), py::arg("out"), py::arg("saved"))
+      .def(
+          "backward",
+          [](BoundLayer& b, const Batch& batch, const Lora* lora, int compute, uintptr_t dy,
+             uintptr_t saved, const Grads& grads) {
+            const Layer& l = b.ready();
+            NoGil nogil;
+            moe_backward(l, batch, lora ? *lora : Lora{}, Compute(compute), at<bf16>(dy),
+                         at<bf16>(saved), grads);
+          },
+          py::arg("batch"), py::arg("lora"), py::arg("compute"), py::arg("dy"), py::arg("saved"),
+          py::arg("grads"));
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_kt, m) {
+  m.doc() = "Expert kernels; see kt_core/experts.py for the checked interface.";
+  bind_machine(m);
+  bind_testing(m.def_submodule("testing", "Switches that only tests use."));
+  bind_buffer<Arena>(m, "Arena");
+  bind_buffer<RecycledBuffer>(m, "RecycledBuffer");
+  m.def("recycled_bytes", &recycled_bytes);
+  m.def("release_recycled", &release_recycled);
+  bind_arguments(m);
+  bind_layer(m);
 }

@@ -29,7 +29,7 @@ constexpr int64_t kAlign = 64;       // a cache line
 
 enum class DType : int { kBf16 = 0, kF16 = 1, kF32 = 2 };
 // Adding it to a float rounds that to a whole number, ties even, and leaves it in the low bits.
-constexpr float kWhole = 12582912.f;  // 1.5 * 2^23
+constexpr float kRoundMagic = 12582912.f;  // 1.5 * 2^23
 // The largest code of two int8 digits, 256 a + b with both in [-127, 127].
 constexpr float kTwoDigits = 127.f * 256.f + 127.f;
 

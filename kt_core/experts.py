@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kt_core import _kt, openmp, runtime
+from kt_core import _kt, formats, openmp, runtime
 
 openmp.share_threads()
 
@@ -22,8 +22,6 @@ PROJECTIONS = ("gate", "up", "down")
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "sigmoid": 4}
 COMPUTE = {"bf16": 0, "int8": 1, "int16": 2}
 _DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
-# Weights per scale where no group is asked for (bf16 has no scales); most bits first
-DEFAULT_GROUP = {"bf16": 0, "int8": 128, "int4": 32}
 
 
 @dataclass(frozen=True)
@@ -77,9 +75,9 @@ class Experts:
 
     Args:
         num_experts, hidden, intermediate: E, H, I.
-        format: ``bf16``, ``int8`` or ``int4``.
-        group: values of the reduction dimension per scale: 32, 64, 128, 0 (per channel), or None
-            for the format's default (int8: 128, int4: 32). bf16 has no scales and ignores it.
+        format: a name in :func:`kt_core.formats.names`.
+        group: values of the reduction dimension per scale, one of the format's ``groups``, or None
+            for its default.
         activation: key of ``ACTIVATIONS``.
         slices: pieces of the intermediate dimension, up to :meth:`max_slices`, each of which one
             NUMA node can keep and compute. Results differ in rounding between numbers of slices,
@@ -103,7 +101,7 @@ class Experts:
         hidden: int,
         intermediate: int,
         *,
-        format: str = "int8",
+        format: str = formats.DEFAULT,
         group: int | None = None,
         activation: str = "silu",
         slices: int = 1,
@@ -268,13 +266,12 @@ class Experts:
             ValueError: shapes, dtypes, devices or indices that do not fit, or missing weights.
             FloatingPointError: NaN or Inf in x, top_k_weights or lora, with `check_finite`.
         """
-        tokens, top_k, rows, index, weights = self._batch(x, top_k_index, top_k_weights)
-        count, part = self._share(share, index)
+        batch = self._batch(x, top_k_index, top_k_weights, share)
         kind = x.dtype if share is None else torch.float32
-        out = torch.empty(tokens, self.hidden, dtype=kind, device="cpu")
+        out = torch.empty(len(x), self.hidden, dtype=kind, device="cpu")
         saved = None
         if save:
-            shape = count, 2, self.intermediate
+            shape = batch.rows, 2, self.intermediate
             saved = torch.empty(shape, dtype=torch.bfloat16, device="cpu")
         if compute not in COMPUTE or (compute == "int8" and save):
             raise ValueError(
@@ -286,17 +283,11 @@ class Experts:
         native, keep = self._lora(lora)
         with runtime.Timed("forward"):
             self._layer.forward(
-                tokens,
-                top_k,
-                rows.data_ptr(),
-                index.data_ptr(),
-                weights.data_ptr(),
-                part,
+                batch.native,
                 native,
                 COMPUTE[compute],
-                out.data_ptr(),
-                kind == torch.bfloat16,
-                saved.data_ptr() if saved is not None else 0,
+                _kt.Output(out.data_ptr(), kind == torch.bfloat16),
+                _address(saved),
             )
         del keep
         return out, saved
@@ -323,14 +314,13 @@ class Experts:
         64 values per scale are computed in 16-bit rows."""
         if compute not in ("bf16", "int16"):
             raise ValueError(f"compute is {compute!r}; give 'bf16' or 'int16'")
-        tokens, top_k, rows, index, weights = self._batch(x, top_k_index, top_k_weights)
-        count, part = self._share(share, index)
+        batch = self._batch(x, top_k_index, top_k_weights, share)
         if grad_out.shape != x.shape:
             raise ValueError(f"grad_out has shape {tuple(grad_out.shape)}; x has {tuple(x.shape)}")
-        if saved is not None and tuple(saved.shape) != (count, 2, self.intermediate):
+        if saved is not None and tuple(saved.shape) != (batch.rows, 2, self.intermediate):
             raise ValueError(
                 f"saved has shape {tuple(saved.shape)}; forward returned "
-                f"{(count, 2, self.intermediate)} for this batch"
+                f"{(batch.rows, 2, self.intermediate)} for this batch"
             )
         if self.check_finite:
             self._refuse_non_finite(
@@ -338,32 +328,23 @@ class Experts:
             )
         dy = grad_out.to(torch.bfloat16).contiguous()
         kind = x.dtype if share is None else torch.float32
-        dx = torch.empty(tokens, self.hidden, dtype=kind, device="cpu") if need_dx else None
-        dw = torch.empty(tokens, top_k, dtype=torch.float32, device="cpu") if need_dw else None
+        dx = torch.empty(x.shape, dtype=kind, device="cpu") if need_dx else None
+        dw = torch.empty(top_k_index.shape, dtype=torch.float32, device="cpu") if need_dw else None
         native, keep = self._lora(lora)
         a: dict[str, Tensor] = {}
         b: dict[str, Tensor] = {}
         if lora is not None and need_lora:
             a = {p: _recycled(t.shape) for p, t in lora.a.items()}
             b = {p: _recycled(t.shape) for p, t in lora.b.items()}
-        address = lambda t: t.data_ptr() if t is not None else 0  # noqa: E731
+        grads = _kt.Grads(
+            dx=_kt.Output(_address(dx), kind == torch.bfloat16),
+            dw=_address(dw),
+            da=[_address(a.get(p)) for p in PROJECTIONS],
+            db=[_address(b.get(p)) for p in PROJECTIONS],
+        )
         with runtime.Timed("backward"):
             self._layer.backward(
-                tokens,
-                top_k,
-                rows.data_ptr(),
-                index.data_ptr(),
-                weights.data_ptr(),
-                part,
-                native,
-                COMPUTE[compute],
-                dy.data_ptr(),
-                address(saved),
-                address(dx),
-                kind == torch.bfloat16,
-                address(dw),
-                [address(a.get(p)) for p in PROJECTIONS],
-                [address(b.get(p)) for p in PROJECTIONS],
+                batch.native, native, COMPUTE[compute], dy.data_ptr(), _address(saved), grads
             )
         del keep
         return Grads(dx, dw, a, b)
@@ -400,9 +381,7 @@ class Experts:
             )
         return PROJECTIONS.index(projection)
 
-    def _batch(
-        self, x: Tensor, index: Tensor, weights: Tensor
-    ) -> tuple[int, int, Tensor, Tensor, Tensor]:
+    def _batch(self, x: Tensor, index: Tensor, weights: Tensor, share: Share | None) -> _Batch:
         for what, t in (("x", x), ("top_k_index", index), ("top_k_weights", weights)):
             if not t.is_cpu or t.ndim != 2:
                 raise ValueError(
@@ -428,18 +407,25 @@ class Experts:
                 f"{self.name} expert {expert} {projection}_proj was never loaded; put it first"
             )
         tokens, top_k = index.shape
-        return (
-            tokens,
-            top_k,
-            _plain(x, torch.bfloat16),
-            _plain(index, torch.int64),
-            _plain(weights, torch.float32),
+        x = _plain(x, torch.bfloat16)
+        index = _plain(index, torch.int64)
+        weights = _plain(weights, torch.float32)
+        rows, mine = index.numel(), 0
+        if share is not None:
+            self._check_share(share, tokens)
+            rows, mine = int(share.mine[index].sum()), share.mine.data_ptr()
+        native = _kt.Batch(
+            tokens=tokens,
+            top_k=top_k,
+            x=x.data_ptr(),
+            index=index.data_ptr(),
+            weight=weights.data_ptr(),
+            mine=mine,
+            parts=() if share is None else share.parts,
         )
+        return _Batch(native, rows, (x, index, weights))
 
-    def _share(self, share: Share | None, index: Tensor) -> tuple[int, Any]:
-        """Rows of the call, and what the native core is told; ``index`` as it reads it."""
-        if share is None:
-            return index.numel(), None
+    def _check_share(self, share: Share, tokens: int) -> None:
         mine = share.mine
         fits = mine.dtype == torch.bool and mine.shape == (self.num_experts,) and mine.is_cpu
         if not fits or not mine.is_contiguous():
@@ -447,11 +433,10 @@ class Experts:
                 f"share.mine is {mine.dtype} {tuple(mine.shape)} on {mine.device}; {self.name} "
                 f"needs bool [{self.num_experts}], contiguous on cpu"
             )
-        if sum(tokens for tokens, _ in share.parts) != len(index):
-            raise ValueError(f"share.parts {share.parts} do not add up to {len(index)} tokens")
-        return int(mine[index].sum()), (mine.data_ptr(), list(share.parts))
+        if sum(part for part, _ in share.parts) != tokens:
+            raise ValueError(f"share.parts {share.parts} do not add up to {tokens} tokens")
 
-    def _lora(self, lora: Lora | None) -> tuple[dict[str, Any] | None, list[Tensor]]:
+    def _lora(self, lora: Lora | None) -> tuple[_kt.Lora | None, list[Tensor]]:
         """The native form, and the tensors it points to."""
         if lora is None or not lora.a:
             return None, []
@@ -465,7 +450,7 @@ class Experts:
                 f"lora factors are {sorted(map(str, dtypes))}; give all bf16 or all fp32"
             )
         keep: list[Tensor] = []
-        projections: list[tuple[int, int, int, float] | None] = [None] * 3
+        at_a, at_b, ranks, scaling = [0] * 3, [0] * 3, [0] * 3, [0.0] * 3
         for p, a in lora.a.items():
             slot = self._projection(0, p)
             out, inner = self._shape(p)
@@ -481,13 +466,17 @@ class Experts:
                     f"A [{self.num_experts}, r, {inner}] and B [{self.num_experts}, {out}, r]"
                 )
             keep += [a, b]
-            projections[slot] = (a.data_ptr(), b.data_ptr(), r, float(lora.scaling_of(p)))
-        native = {
-            "projections": projections,
-            "dtype": _DTYPES[next(iter(dtypes))],
-            "dropout": float(lora.dropout),
-            "seed": int(lora.seed),
-        }
+            at_a[slot], at_b[slot] = a.data_ptr(), b.data_ptr()
+            ranks[slot], scaling[slot] = r, float(lora.scaling_of(p))
+        native = _kt.Lora(
+            a=at_a,
+            b=at_b,
+            r=ranks,
+            scaling=scaling,
+            dtype=_DTYPES[next(iter(dtypes))],
+            dropout=lora.dropout,
+            seed=lora.seed,
+        )
         return native, keep
 
 
@@ -498,6 +487,21 @@ def in_one_dtype(factors: Sequence[Tensor]) -> list[Tensor]:
     if {t.dtype for t in factors} == {torch.bfloat16}:
         return list(factors)
     return [t.to(torch.float32) for t in factors]
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """What the native core is told of a batch; ``rows``: assignments that are computed; ``tensors``
+    keeps the memory that ``native`` points to.
+    """
+
+    native: _kt.Batch
+    rows: int
+    tensors: tuple[Tensor, ...]
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
 
 
 def _plain(t: Tensor, dtype: torch.dtype) -> Tensor:
@@ -512,7 +516,7 @@ def _recycled(shape: torch.Size) -> Tensor:
     """fp32, uninitialised, in memory of an earlier gradient where one of this size is gone."""
     if not shape.numel():  # of rank 0; frombuffer takes no empty buffer
         return torch.empty(shape, dtype=torch.float32, device="cpu")
-    memory = torch.frombuffer(_kt.Recycled(4 * shape.numel()), dtype=torch.uint8)
+    memory = torch.frombuffer(_kt.RecycledBuffer(4 * shape.numel()), dtype=torch.uint8)
     strides = torch.empty(shape, device="meta").stride()
     own = torch.empty(0, dtype=torch.float32, device="cpu")  # whatever torch's defaults are
     return own.set_(memory.untyped_storage(), 0, shape, strides)
@@ -527,17 +531,14 @@ def _native_layer(
     activation: str,
     name: str,
     slices: int,
-) -> Any:
+) -> _kt.Layer:
     if min(num_experts, hidden, intermediate) < 1:
         raise ValueError(
             f"{name} has sizes E={num_experts}, H={hidden}, I={intermediate}; all must be >= 1"
         )
     if activation not in ACTIVATIONS:
         raise ValueError(f"{name} has activation {activation!r}; known: {', '.join(ACTIVATIONS)}")
-    if group is None:
-        group = DEFAULT_GROUP.get(format, 0)
-    if group not in (0, 32, 64, 128):
-        raise ValueError(f"group is {group}; give 32, 64, 128, or 0 for one scale per channel")
+    group = formats.of(format).check_group(group)
     return _kt.Layer(
         num_experts, hidden, intermediate, format, group, ACTIVATIONS[activation], slices
     )

@@ -3,8 +3,8 @@
 GNU's OpenMP runtime keeps its threads spinning for some milliseconds after each parallel operator
 of torch. Between operators our own workers would have to be woken onto cores where those spin: in
 a decode step an expert layer then took 1.8 times what it takes alone. So tasks run on torch's
-threads wherever their number is ours (see csrc/pool.h). Nothing links the runtime: its addresses
-are taken from the library that torch has loaded.
+threads wherever their number is ours (csrc/machine/parallel.h). Nothing links the runtime: its
+addresses are taken from the library that torch has loaded.
 """
 
 from __future__ import annotations

@@ -19,15 +19,17 @@ _seconds = {"forward": 0.0, "backward": 0.0}
 _seconds_lock = threading.Lock()
 
 
-def kernels() -> list[dict[str, object]]:
+def kernels() -> list[_kt.KernelInfo]:
     """Compiled kernels, the preferred tier last.
 
     Keys: ``isa``, ``format``, ``usable``, CPU features it ``needs`` and those ``missing`` here, the
     CPU vendor it is ``slow_on`` (not chosen there) and whether that is ``slow_here``,
     ``bf16_products`` (it multiplies bf16 with bf16), ``int8_domain`` (it also computes with
-    quantized activations), ``calls`` so far.
+    quantized activations), ``int16_pays`` (training in 16-bit rows is faster), ``calls`` so far;
+    of the format its ``bits``, whether it is ``scaled``, its ``groups`` and ``default_group`` (see
+    kt_core/formats.py).
     """
-    return list(_kt.kernels())
+    return _kt.kernels()
 
 
 def multiplies_bf16() -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 
 from huggingface_hub import ModelCard
 
-from kt_core.experts import DEFAULT_GROUP
+from kt_core import formats
 from kt_sft import heldout
 from kt_sft.callback import STATS_FILE
 from kt_sft.config import KTConfig
@@ -110,7 +110,7 @@ def _adapter_config(model: Any) -> Any:
 def _format(config: KTConfig) -> str:
     if config.format == "bf16":
         return "bf16"
-    group = DEFAULT_GROUP[config.format] if config.group is None else config.group
+    group = formats.of(config.format).check_group(config.group)
     return f"{config.format}, one scale per {f'{group} weights' if group else 'output channel'}"
 
 

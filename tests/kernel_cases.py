@@ -9,7 +9,7 @@ import torch
 from reference import experts as reference
 from reference import round_bf16
 
-from kt_core import kernels, runtime
+from kt_core import formats, kernels, runtime
 from kt_core.experts import PROJECTIONS, Experts, Lora
 
 FORWARD_BAR = 4e-3  # DESIGN section 5, bf16 domain
@@ -166,7 +166,7 @@ def make_dy(case: Case) -> torch.Tensor:
 
 def computes(case: Case) -> tuple[str, ...]:
     """The domains in which a layer can be trained."""
-    return ("bf16",) if case.layer.format == "bf16" else ("bf16", "int16")
+    return tuple(d for d in formats.of(case.layer.format).domains if d != "int8")
 
 
 def check_case(case: Case, saved: bool = True, masks=None) -> dict[str, float]:

@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 CSRC = ROOT / "csrc"
 BUILD = ROOT / "build" / "gate"  # kept, so that a second run compiles what changed
-TIERS = sorted(p.stem for p in (CSRC / "isa").glob("*.h"))
+TIERS = sorted(p.stem for p in (CSRC / "isa").glob("*.h") if p.read_text().startswith("// flags:"))
 
 
 @functools.cache
@@ -38,7 +38,7 @@ def build(*targets: str) -> Path:
 def isa_objects() -> dict[str, Path]:
     """The object of every tier."""
     files = build(*(f"kt_isa_{t}" for t in TIERS)) / "CMakeFiles"
-    return {t: files / f"kt_isa_{t}.dir" / "csrc" / "kernel.cpp.o" for t in TIERS}
+    return {t: files / f"kt_isa_{t}.dir" / "csrc" / "gemm" / "kernel.cpp.o" for t in TIERS}
 
 
 def extension() -> Path:
@@ -50,9 +50,12 @@ def extension() -> Path:
 def generic_objects() -> dict[str, Path]:
     """The objects of the extension that run on every CPU, by the name of their source."""
     files = build("_kt") / "CMakeFiles"
-    names = {p.name for p in CSRC.glob("*.cpp")} - {"kernel.cpp"}  # that one is the tiers'
-    target = {n: "_kt" if n == "bind.cpp" else "kt_generic" for n in names}
-    return {n: files / f"{t}.dir" / "csrc" / f"{n}.o" for n, t in target.items()}
+    sources = {p for p in CSRC.rglob("*.cpp") if p.name != "kernel.cpp"}  # that one is the tiers'
+    out = {}
+    for source in sources:
+        target = "_kt" if source.name == "bind.cpp" else "kt_generic"
+        out[source.name] = files / f"{target}.dir" / f"{source.relative_to(ROOT)}.o"
+    return out
 
 
 def tier_check() -> Path:

@@ -22,11 +22,11 @@
 #include <string>
 #include <vector>
 
-#include "arena.h"
-#include "moe.h"
-#include "numa.h"
-#include "pool.h"
-#include "topology.h"
+#include "machine/arena.h"
+#include "moe/moe.h"
+#include "machine/numa.h"
+#include "machine/parallel.h"
+#include "machine/topology.h"
 
 namespace kt {
 namespace {
@@ -117,7 +117,7 @@ void check_workers(const std::vector<Node>& nodes) {
   set_nodes(int(nodes.size()));
   check(affinity() == mine, "the caller keeps CPUs " + text(mine));
   check(refusals().empty(), "no call was refused");
-  const auto found = crews();
+  const auto found = node_workers();
   for (size_t i = 0; i < found.size(); ++i) {
     check(found[i].node == nodes[i].id && found[i].workers == int(nodes[i].cpus.size()),
           "node " + std::to_string(found[i].node) + " has " + std::to_string(found[i].workers) +
@@ -192,7 +192,7 @@ struct Case {
   std::vector<float> forward() const {
     std::vector<float> out(T * H);
     moe_forward(l, {T, K, x.data(), index.data(), weight.data()}, {}, Compute::kBf16,
-                Sum{out.data()}, nullptr);
+                Output{out.data()}, nullptr);
     return out;
   }
 };

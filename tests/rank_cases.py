@@ -149,10 +149,10 @@ def memory(patch, path, without, **config):
 def load_on_two_nodes(patch, path, packed_dir):
     """Loads with this machine's node counting twice, each rank with a thread on both."""
     patch.setattr(dist, "share_of_cpus", lambda me, ranks: runtime.allowed_cpus())
-    _kt.pretend_nodes(2)
+    _kt.testing.pretend_nodes(2)
     try:
         answer = load(patch, path, packed_dir=packed_dir, numa_nodes=2)
         return answer | {"nodes": runtime.numa_nodes()}
     finally:
         _kt.set_nodes(1)
-        _kt.pretend_nodes(0)
+        _kt.testing.pretend_nodes(0)

@@ -19,15 +19,15 @@ from kt_core.experts import PROJECTIONS, Experts, Lora
 @pytest.fixture(autouse=True)
 def default_threads():
     yield
-    _kt.delay_tasks(0)
+    _kt.testing.delay_tasks(0)
     runtime.set_threads(None)
 
 
 @pytest.mark.parametrize(
     "change,text",
     [
-        (dict(format="int3"), "weight format 'int3' is unknown; known formats: bf16"),
-        (dict(group=48), "group is 48; give 32, 64, 128, or 0"),
+        (dict(format="int3"), "format 'int3' is not known; choose one of bf16, int8, int4"),
+        (dict(group=48), "group is 48; format int8 takes 32, 64, 128 or 0"),
         (dict(activation="swoosh"), "activation 'swoosh'; known: silu"),
         (dict(num_experts=0), "E=0"),
     ],
@@ -213,11 +213,15 @@ def test_same_bits_for_any_number_of_threads(tokens):
     case = make_case(E=5, H=160, I=136, T=tokens, K=3, dropout=0.2)
     results = {}
     for n in (1, 2, 7, 32):
-        _kt.set_threads(n, oversubscribe=True)
-        _kt.delay_tasks(200 if n > 1 else 0)  # all get a turn, worker 0 lags: others must steal
-        _kt.workers_seen()
+        _kt.testing.set_threads(n)
+        _kt.testing.delay_tasks(
+            200 if n > 1 else 0
+        )  # all get a turn, worker 0 lags: others must steal
+        _kt.testing.workers_seen()
         results[n] = run_all(case)
-        assert _kt.workers_seen() >= min(n, 24)  # at 32 a batch of one token may have fewer tasks
+        assert _kt.testing.workers_seen() >= min(
+            n, 24
+        )  # at 32 a batch of one token may have fewer tasks
     for n in (2, 7, 32):
         assert all(torch.equal(a, b) for a, b in zip(results[1], results[n], strict=True)), n
 

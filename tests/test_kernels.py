@@ -386,7 +386,7 @@ def test_dropout_is_one_mask_for_forward_and_backward(tier, dropout):
 
 
 def read_mask(case, projection):
-    """The multipliers of csrc/ops.h, written again from its definition."""
+    """The multipliers of csrc/gemm/elementwise.h, written again from its definition."""
     lora = case.lora
     T, K = case.index.shape
     inner = lora.a[projection].shape[2]

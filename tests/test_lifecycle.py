@@ -24,8 +24,8 @@ from kt_core import _kt, runtime
 
 def start_calls(case):
     '''A daemon thread that is inside of one call after the other, each of a third of a second.'''
-    _kt.set_threads(2, oversubscribe=True)
-    _kt.delay_tasks(10_000)
+    _kt.testing.set_threads(2)
+    _kt.testing.delay_tasks(10_000)
     started = threading.Event()
     def loop():
         while True:
@@ -40,8 +40,8 @@ def start_calls(case):
 @pytest.fixture(autouse=True)
 def default_threads():
     yield
-    _kt.delay_tasks(0)
-    _kt.fail_tasks(-1)
+    _kt.testing.delay_tasks(0)
+    _kt.testing.fail_tasks(-1)
     runtime.set_threads(None)
 
 
@@ -123,11 +123,14 @@ def test_exit_while_daemon_threads_call_without_pause():
         run("""
 def loop(case):
     x, out = case.x.bfloat16(), torch.empty(case.x.shape)
-    at = [t.data_ptr() for t in (x, case.index, case.weights, out)]
+    tokens, top_k = case.index.shape
+    at = {k: t.data_ptr() for k, t in (("x", x), ("index", case.index), ("weight", case.weights))}
+    batch = _kt.Batch(tokens=tokens, top_k=top_k, **at)
+    to = _kt.Output(out.data_ptr(), False)
     while True:
-        case.layer._layer.forward(*case.index.shape, *at[:3], None, None, False, at[3], False, 0)
+        case.layer._layer.forward(batch, None, 0, to, 0)
 
-_kt.set_threads(2, oversubscribe=True)
+_kt.testing.set_threads(2)
 for seed in range(3):
     threading.Thread(target=loop, args=(make_case(T=5, seed=seed),), daemon=True).start()
 time.sleep(0.1)
@@ -154,14 +157,14 @@ threading.Thread(target=late).start()
 def test_an_exception_of_a_task_reaches_python(worker):
     case = make_case(T=40)
     want = everything(case)
-    _kt.set_threads(3, oversubscribe=True)
-    _kt.delay_tasks(2000)  # so that every worker gets a task
-    _kt.fail_tasks(worker)
+    _kt.testing.set_threads(3)
+    _kt.testing.delay_tasks(2000)  # so that every worker gets a task
+    _kt.testing.fail_tasks(worker)
     for _ in range(2):
         with pytest.raises(RuntimeError, match=f"task failed on worker {worker}"):
             everything(case)
-    _kt.fail_tasks(-1)
-    _kt.delay_tasks(0)
+    _kt.testing.fail_tasks(-1)
+    _kt.testing.delay_tasks(0)
     assert same(everything(case), want)
 
 
@@ -174,13 +177,13 @@ want = forward(case)
 pages = int(open("/proc/self/statm").read().split()[0])
 limit = pages * resource.getpagesize() + (128 << 20)
 resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
-_kt.set_threads(200, oversubscribe=True)
+_kt.testing.set_threads(200)
 try:
     forward(case)
     raise SystemExit("200 threads fitted")
 except RuntimeError as e:
     assert "the system refused thread" in str(e) and "of 200; lower threads" in str(e), e
-_kt.set_threads(2, oversubscribe=True)
+_kt.testing.set_threads(2)
 assert torch.equal(forward(case), want)
 """)
 
@@ -192,8 +195,8 @@ def test_ctrl_c_arrives_after_the_call():
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job begins without
 case = make_case(T=20)
 want = forward(case)
-_kt.set_threads(2, oversubscribe=True)
-_kt.delay_tasks(20_000)
+_kt.testing.set_threads(2)
+_kt.testing.delay_tasks(20_000)
 inside = threading.Event()
 calls = sent = 0
 def interrupt():
@@ -211,7 +214,7 @@ try:
 except KeyboardInterrupt:
     pass
 assert calls <= sent + 1, (calls, sent)
-_kt.delay_tasks(0)
+_kt.testing.delay_tasks(0)
 assert torch.equal(forward(case), want)
 """)
 
@@ -275,7 +278,7 @@ def test_set_threads_while_another_thread_computes():
     thread = threading.Thread(target=loop)
     thread.start()
     for n in (2, 1, 3, 2, 8, 1) * 3:
-        _kt.set_threads(n, oversubscribe=True)
+        _kt.testing.set_threads(n)
         assert _kt.threads() == n
         assert same(everything(case), want)
     stop.set()
@@ -285,8 +288,8 @@ def test_set_threads_while_another_thread_computes():
 
 def test_set_threads_lets_other_python_threads_run():
     case = make_case(T=20)
-    _kt.set_threads(2, oversubscribe=True)
-    _kt.delay_tasks(50_000)
+    _kt.testing.set_threads(2)
+    _kt.testing.delay_tasks(50_000)
     computing, order = threading.Event(), []
 
     def compute():

@@ -40,19 +40,19 @@ CALLS = ("mbind", "set_mempolicy", "sched_setaffinity")
 def one_node_afterwards():
     yield
     for call in CALLS:
-        _kt.refuse_call(call, 0)
+        _kt.testing.refuse_call(call, 0)
     choose_tier()
     _kt.set_nodes(1)
-    _kt.pretend_nodes(0)
-    _kt.delay_tasks(0)
+    _kt.testing.pretend_nodes(0)
+    _kt.testing.delay_tasks(0)
     runtime.set_threads(None)
 
 
 def spread(nodes, threads):
     """This many logical nodes."""
     _kt.set_nodes(1)
-    _kt.set_threads(threads, oversubscribe=True)
-    _kt.pretend_nodes(nodes)
+    _kt.testing.set_threads(threads)
+    _kt.testing.pretend_nodes(nodes)
     _kt.set_nodes(nodes)
 
 
@@ -155,11 +155,11 @@ def test_same_bits_on_any_number_of_nodes(format, tokens, dropout):
     want = everything(case, int8=format != "bf16")
     for nodes, threads in ((1, 3), (2, 2), (2, 7), (3, 3), (3, 8), (4, 4)):
         spread(nodes, threads)
-        _kt.delay_tasks(100)  # all get a turn: on every node, others must steal
-        _kt.workers_seen()
+        _kt.testing.delay_tasks(100)  # all get a turn: on every node, others must steal
+        _kt.testing.workers_seen()
         assert same(everything(case, int8=format != "bf16"), want), (nodes, threads)
-        assert _kt.workers_seen() == threads
-        _kt.delay_tasks(0)
+        assert _kt.testing.workers_seen() == threads
+        _kt.testing.delay_tasks(0)
 
 
 @pytest.mark.parametrize("isa", TIERS)
@@ -233,12 +233,12 @@ def test_more_nodes_than_there_are_is_refused():
 
 def test_every_node_needs_a_thread():
     _kt.set_threads(1)
-    _kt.pretend_nodes(2)
+    _kt.testing.pretend_nodes(2)
     with pytest.raises(ValueError, match="numa_nodes is 2 but threads is 1; every node needs one"):
         _kt.set_nodes(2)
     spread(3, 4)
     with pytest.raises(ValueError, match="numa_nodes is 3 but threads is 2"):
-        _kt.set_threads(2, oversubscribe=True)
+        _kt.testing.set_threads(2)
     assert (_kt.nodes(), _kt.threads()) == (3, 4)
 
 
@@ -246,7 +246,7 @@ def test_threads_default_to_the_nodes_cpus():
     runtime.set_threads(None)
     if runtime.allowed_cpus() < 2:
         pytest.skip("needs two CPUs")
-    _kt.pretend_nodes(2)
+    _kt.testing.pretend_nodes(2)
     _kt.set_nodes(2)
     assert runtime.threads() == runtime.allowed_cpus()
 
@@ -257,7 +257,7 @@ def test_threads_default_to_the_nodes_cpus():
 def test_workers_are_bound_and_the_caller_is_not():
     mine = os.sched_getaffinity(0)
     spread(2, 5)
-    crews = _kt.crews()
+    crews = _kt.testing.node_workers()
     id, cpus = _kt.topology()[1][0][:2]
     assert [c[:2] for c in crews] == [(id, 3), (id, 2)]  # the caller is one of node 0's
     assert [len(c[2]) for c in crews] == [2, 2]
@@ -265,12 +265,12 @@ def test_workers_are_bound_and_the_caller_is_not():
     make_case(E=2, I=256, T=20, format="bf16", slices=2)
     assert os.sched_getaffinity(0) == mine
     _kt.set_nodes(1)
-    assert _kt.crews() == [(0, 5, [[], [], [], []])]  # nothing bound
+    assert _kt.testing.node_workers() == [(0, 5, [[], [], [], []])]  # nothing bound
 
 
 def test_nothing_is_bound_on_one_node():
     for call in CALLS:
-        _kt.refuse_call(call, errno.EPERM)
+        _kt.testing.refuse_call(call, errno.EPERM)
     runtime.set_numa_nodes(1)
     check_case(make_case(I=256, format="bf16", slices=4))
     assert _kt.refusals() == []
@@ -281,7 +281,7 @@ def test_nothing_is_bound_on_one_node():
 def test_a_refused_call_is_one_warning(call, error, caplog):
     shape = dict(E=3, H=96, I=256, T=30, format="bf16", slices=2)
     want = everything(make_case(**shape))
-    _kt.refuse_call(call, error)
+    _kt.testing.refuse_call(call, error)
     with caplog.at_level(logging.WARNING, "kt"):
         spread(2, 3)
         runtime.log_refusals()
@@ -294,13 +294,13 @@ def test_a_refused_call_is_one_warning(call, error, caplog):
 def test_all_calls_refused_at_once(caplog):
     """As in a container without CAP_SYS_NICE and with a strict seccomp profile."""
     for call in CALLS:
-        _kt.refuse_call(call, errno.EPERM)
+        _kt.testing.refuse_call(call, errno.EPERM)
     with caplog.at_level(logging.WARNING, "kt"):
         spread(3, 3)
         check_case(make_case(E=3, H=96, I=256, T=30, format="bf16", slices=3))
     assert len(caplog.records) == 3 and _kt.refusals() == []
     with pytest.raises(ValueError, match="no such call: mlock"):
-        _kt.refuse_call("mlock", 1)
+        _kt.testing.refuse_call("mlock", 1)
 
 
 def policies(layer):
@@ -343,13 +343,13 @@ def test_an_exception_of_a_task_reaches_python(worker):
     case = make_case(E=3, H=96, I=256, T=40, format="bf16", slices=4)
     want = everything(case)
     spread(2, 4)
-    _kt.delay_tasks(2000)
-    _kt.fail_tasks(worker)
+    _kt.testing.delay_tasks(2000)
+    _kt.testing.fail_tasks(worker)
     for _ in range(2):
         with pytest.raises(RuntimeError, match=f"task failed on worker {worker}"):
             everything(case)
-    _kt.fail_tasks(-1)
-    _kt.delay_tasks(0)
+    _kt.testing.fail_tasks(-1)
+    _kt.testing.delay_tasks(0)
     assert same(everything(case), want)
 
 
@@ -365,8 +365,8 @@ def forward():
 def new():
     return make_case(E=3, H=96, I=256, T=20, format="bf16", slices=4)
 
-_kt.set_threads(3, oversubscribe=True)
-_kt.pretend_nodes(2)
+_kt.testing.set_threads(3)
+_kt.testing.pretend_nodes(2)
 _kt.set_nodes(2)
 case = new()
 want = forward()
@@ -384,7 +384,7 @@ if pid == 0:
     assert _kt.nodes() == 2
     case = new()
     same = torch.equal(forward(), want)
-    os._exit(0 if same and [c[1] for c in _kt.crews()] == [2, 1] else 3)
+    os._exit(0 if same and [c[1] for c in _kt.testing.node_workers()] == [2, 1] else 3)
 assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 assert torch.equal(forward(), want)
 """)
@@ -393,7 +393,7 @@ assert torch.equal(forward(), want)
 def test_exit_with_work_in_flight():
     run(
         """
-_kt.delay_tasks(10_000)
+_kt.testing.delay_tasks(10_000)
 started = threading.Event()
 def loop():
     while True:

@@ -31,14 +31,14 @@ def path(tmp_path_factory):
 def one_node_afterwards():
     yield
     _kt.set_nodes(1)
-    _kt.pretend_nodes(0)
+    _kt.testing.pretend_nodes(0)
     runtime.set_threads(None)
 
 
 @pytest.fixture
 def two_nodes():
-    _kt.set_threads(2, oversubscribe=True)
-    _kt.pretend_nodes(2)
+    _kt.testing.set_threads(2)
+    _kt.testing.pretend_nodes(2)
 
 
 def load(path, **settings):
@@ -126,8 +126,8 @@ def test_files_of_the_version_without_slices_are_read(path, tmp_path):
 
 
 def test_more_nodes_than_slices_are_refused(path, caplog):
-    _kt.set_threads(3, oversubscribe=True)
-    _kt.pretend_nodes(3)
+    _kt.testing.set_threads(3)
+    _kt.testing.pretend_nodes(3)
     match = (
         "numa_nodes is 3, and every node needs a slice .* can be cut into 2; set numa_nodes to 2"
     )

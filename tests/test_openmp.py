@@ -14,7 +14,7 @@ from kt_core import _kt, openmp
 
 START = """
 torch.set_num_threads(2)
-_kt.set_threads(2, oversubscribe=True)
+_kt.testing.set_threads(2)
 """
 
 
@@ -26,11 +26,11 @@ from kt_core import openmp
 case = make_case(T=70)
 shared = everything(case)
 assert _kt.in_openmp() and openmp.share_threads()
-_kt.delay_tasks(2000)  # each must steal from the other
-_kt.workers_seen()
+_kt.testing.delay_tasks(2000)  # each must steal from the other
+_kt.testing.workers_seen()
 assert same(everything(case), shared)
-assert _kt.workers_seen() == 2
-_kt.delay_tasks(0)
+assert _kt.testing.workers_seen() == 2
+_kt.testing.delay_tasks(0)
 openmp.keep_apart()
 assert same(everything(case), shared) and not _kt.in_openmp()
 torch.set_num_threads(1)
@@ -114,16 +114,16 @@ def test_an_exception_of_a_task_reaches_python(worker):
         + f"""
 case = make_case(T=70)
 want = forward(case)
-_kt.delay_tasks(2000)
-_kt.fail_tasks({worker})
+_kt.testing.delay_tasks(2000)
+_kt.testing.fail_tasks({worker})
 try:
     forward(case)
     raise SystemExit("no error")
 except RuntimeError as error:
     assert "task failed on worker {worker}" in str(error), error
 assert _kt.in_openmp()
-_kt.fail_tasks(-1)
-_kt.delay_tasks(0)
+_kt.testing.fail_tasks(-1)
+_kt.testing.delay_tasks(0)
 assert torch.equal(forward(case), want)
 """
     )
@@ -152,13 +152,16 @@ def test_exit_with_a_call_in_flight():
         + """
 case = make_case(T=20)
 forward(case)
-_kt.delay_tasks(10_000)
+_kt.testing.delay_tasks(10_000)
 def loop(case):  # its own tensors: the interpreter's end frees those of modules
     torch.set_num_threads(2)
     x, out = case.x.bfloat16(), torch.empty(case.x.shape)
-    at = [t.data_ptr() for t in (x, case.index, case.weights, out)]
+    tokens, top_k = case.index.shape
+    at = {k: t.data_ptr() for k, t in (("x", x), ("index", case.index), ("weight", case.weights))}
+    batch = _kt.Batch(tokens=tokens, top_k=top_k, **at)
+    to = _kt.Output(out.data_ptr(), False)
     while True:
-        case.layer._layer.forward(*case.index.shape, *at[:3], None, None, False, at[3], False, 0)
+        case.layer._layer.forward(batch, None, 0, to, 0)
 threading.Thread(target=loop, args=(case,), daemon=True).start()
 time.sleep(0.2)
 assert _kt.in_openmp()

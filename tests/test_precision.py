@@ -24,12 +24,12 @@ def root(tmp_path_factory):
 @pytest.mark.parametrize("machine", MACHINES)
 def test_cpus_with_units_for_bf16(machine):
     fake, best, _ = MACHINES[machine]
-    _kt.use_cpu(fake)
+    _kt.testing.use_cpu(fake)
     try:
         built = best in {k["isa"] for k in runtime.kernels()}
         assert runtime.multiplies_bf16() == (built and machine in BF16_UNITS)
     finally:
-        _kt.use_cpu(None)
+        _kt.testing.use_cpu(None)
         runtime.force_isa(os.environ.get("KT_ISA"))
 
 

@@ -58,11 +58,11 @@ def test_a_wrong_kernel_is_a_failure(monkeypatch, capsys, part):
 
 
 def test_tiers_this_cpu_lacks_are_named(capsys):
-    _kt.use_cpu(MACHINES["nothing"][0])
+    _kt.testing.use_cpu(MACHINES["nothing"][0])
     try:
         assert selftest.main() == 0
     finally:
-        _kt.use_cpu(None)
+        _kt.testing.use_cpu(None)
     lines = capsys.readouterr().out.splitlines()
     assert " ok: " in lines[0] and lines[0].endswith("(in use)")
     assert all("not on this machine, which lacks" in line for line in lines[1:])

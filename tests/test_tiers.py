@@ -1,7 +1,7 @@
 """Which tier is chosen on which machine, from CPUID, XCR0 and the permission for tiles.
 
-The registers of other machines are put in place of this one's (`_kt.use_cpu`). Bits are those of
-Intel's and AMD's manuals (CPUID leaves 1, 7.0 and 7.1; XCR0).
+The registers of other machines are put in place of this one's (`_kt.testing.use_cpu`). Bits are
+those of Intel's and AMD's manuals (CPUID leaves 1, 7.0 and 7.1; XCR0).
 """
 
 from __future__ import annotations
@@ -163,9 +163,9 @@ RUNS_HERE = {k["isa"] for k in kernels() if k["usable"]}
 @pytest.fixture(params=MACHINES)
 def machine(request):
     fake, best, lacking = MACHINES[request.param]
-    _kt.use_cpu(fake)
+    _kt.testing.use_cpu(fake)
     yield best, lacking
-    _kt.use_cpu(None)
+    _kt.testing.use_cpu(None)
     runtime.force_isa(os.environ.get("KT_ISA"))
 
 
@@ -176,11 +176,11 @@ def test_the_preferred_tier_comes_last():
 def test_registers_can_be_replaced_and_restored():
     real, tier = _kt.cpu_registers(), runtime.isa()
     fake = sapphire_rapids(tiles=1)
-    _kt.use_cpu(fake)
+    _kt.testing.use_cpu(fake)
     try:
         assert _kt.cpu_registers() == fake
     finally:
-        _kt.use_cpu(None)
+        _kt.testing.use_cpu(None)
         runtime.force_isa(os.environ.get("KT_ISA"))
     assert _kt.cpu_registers() == real and runtime.isa() == tier
 
@@ -234,7 +234,7 @@ logging.getLogger("kt").addHandler(Keep())
 loader = importlib.machinery.ExtensionFileLoader("kt_core._kt", {extension!r})
 native = importlib.util.module_from_spec(importlib.util.spec_from_loader("kt_core._kt", loader))
 loader.exec_module(native)
-native.use_cpu({fake!r})
+native.testing.use_cpu({fake!r})
 sys.modules["kt_core._kt"] = native
 import kt_core.runtime as runtime
 runtime.set_threads(1)

@@ -11,9 +11,9 @@
 #include <string>
 #include <vector>
 
-#include "moe.h"
-#include "pool.h"
-#include "registry.h"
+#include "moe/moe.h"
+#include "machine/parallel.h"
+#include "gemm/registry.h"
 
 namespace kt {
 namespace {
@@ -176,7 +176,7 @@ struct Case {
       da[p].assign(a[p].size(), NAN), db[p].assign(b[p].size(), NAN);
       grads.da[p] = da[p].data(), grads.db[p] = db[p].data();
     }
-    moe_forward(layer, batch, lora, compute, Sum{out.data()}, saved.data());
+    moe_forward(layer, batch, lora, compute, Output{out.data()}, saved.data());
     moe_backward(layer, batch, lora, compute, dy.data(), saved.data(), grads);
     auto found = [&](size_t i, double share) { shares[i] = std::max(shares[i], share); };
     found(0, error(out, g.out) / kForwardBar);
@@ -205,7 +205,7 @@ struct Case {
     if (entry.kernel->quad_size) {
       train(batch, lora, Compute::kInt16, g, shares);
       std::vector<float> out(x.size(), NAN);
-      moe_forward(layer, batch, {}, Compute::kInt8, Sum{out.data()}, nullptr);
+      moe_forward(layer, batch, {}, Compute::kInt8, Output{out.data()}, nullptr);
       shares.push_back(error(out, reference(false, false).out) / kInt8Bar);
     }
     std::printf("%s %s %d", entry.kernel->isa, entry.kernel->format, int(tokens));

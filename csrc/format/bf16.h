@@ -1,7 +1,7 @@
 // bits: 16
 // bf16 weights as they are: exact, no scales.
 #pragma once
-#include "panel.h"
+#include "contracts.h"
 
 namespace kt {
 namespace {
@@ -9,9 +9,10 @@ struct Format_bf16 {
   static constexpr const char* name = "bf16";
   static constexpr int bits = 16;
   static constexpr bool scaled = false;
-  static constexpr int pairs = 1;  // bf16 pairs per channel and line
-
-  static constexpr int quads = 0;  // no int8 domain: these are not codes
+  static constexpr int pairs = 1;
+  static constexpr int groups[] = {0}, default_group = 0;
+  static constexpr int quads = 0, bias = 0;
+  static constexpr bool raw_bytes = false;
 
   template <class I>
   static constexpr float unit = 1.f;
@@ -19,9 +20,6 @@ struct Format_bf16 {
   KT_OP void decode(typename I::u32 x, typename I::B (&out)[pairs]) {
     out[0] = I::line(x);
   }
-  template <class I>
-  KT_OP void bytes(typename I::u32, typename I::u32 (&)[1]) {}
-  // One channel, `count` values: codes as stored words, scale unused.
   KT_OP float encode(const float* v, int64_t count, uint16_t* code) {
     for (int64_t i = 0; i < count; ++i) code[i] = narrow(v[i]);
     return 1.f;

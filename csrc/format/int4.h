@@ -3,7 +3,7 @@
 // The value of largest magnitude gets code -8 (its sign goes into the scale): 8 steps instead of 7
 // on the side that needs them: 8.4 % relative error at group 32 on N(0,1), amax / 7 gives 9.5 %.
 #pragma once
-#include "panel.h"
+#include "contracts.h"
 
 namespace kt {
 namespace {
@@ -12,14 +12,14 @@ struct Format_int4 {
   static constexpr int bits = 4;
   static constexpr bool scaled = true;
   static constexpr int pairs = 4;
+  static constexpr int groups[] = {32, 64, 128, 0}, default_group = 32;
+  static constexpr int quads = 2, bias = 8;
+  static constexpr bool raw_bytes = false;
   // bf16 of -8..7, twice: wide table look-ups read five index bits
   alignas(64) static constexpr bf16 table[32] = {
       0xC100, 0xC0E0, 0xC0C0, 0xC0A0, 0xC080, 0xC040, 0xC000, 0xBF80, 0x0000, 0x3F80, 0x4000,
       0x4040, 0x4080, 0x40A0, 0x40C0, 0x40E0, 0xC100, 0xC0E0, 0xC0C0, 0xC0A0, 0xC080, 0xC040,
       0xC000, 0xBF80, 0x0000, 0x3F80, 0x4000, 0x4040, 0x4080, 0x40A0, 0x40C0, 0x40E0};
-
-  static constexpr int quads = 2;
-  static constexpr int bias = 8;
 
   template <class I>
   static constexpr float unit = I::int4_unit;  // decode() gives codes / unit

@@ -1,7 +1,7 @@
 // bits: 8
 // Signed 8-bit codes in [-127, 127], symmetric, one bf16 scale per group and channel.
 #pragma once
-#include "panel.h"
+#include "contracts.h"
 
 namespace kt {
 namespace {
@@ -10,9 +10,9 @@ struct Format_int8 {
   static constexpr int bits = 8;
   static constexpr bool scaled = true;
   static constexpr int pairs = 2;
-
-  static constexpr int quads = 1;   // int8-domain lines (4 bytes per channel) in one stored line
-  static constexpr int bias = 128;  // of the unsigned bytes below
+  static constexpr int groups[] = {32, 64, 128, 0}, default_group = 128;
+  static constexpr int quads = 1, bias = 128;
+  static constexpr bool raw_bytes = true;
 
   template <class I>
   static constexpr float unit = I::int8_unit;  // decode() gives codes / unit
@@ -20,7 +20,6 @@ struct Format_int8 {
   KT_OP void decode(typename I::u32 x, typename I::B (&out)[pairs]) {
     I::int8_pairs(x, out, I{});
   }
-  // Codes + bias as unsigned bytes, k0 k2 k1 k3.
   template <class I>
   KT_OP void bytes(typename I::u32 x, typename I::u32 (&out)[quads]) {
     out[0] = x ^ 0x80808080u;

@@ -14,8 +14,8 @@
 // nothing beyond A and C is touched: the last tile starts early enough to be whole and repeats rows
 // of the one before it.
 #pragma once
+#include "gemm/kernel.h"
 #include "isa/avx512_bf16.h"
-#include "kernel.h"
 
 namespace kt {
 namespace {
@@ -124,7 +124,7 @@ KT_OP void rows_of(const Cut& cut, int64_t t, F f) {
 struct Isa_amx : Isa_avx512_bf16 {
   static constexpr const char* name = "amx";
   static constexpr const char* slow_on = "";
-  static constexpr bool matrix_tiles = true;   // matmul and matmul8 below; see dense() in gemm.h
+  static constexpr bool matrix_tiles = true;   // matmul and matmul8 below; see dense() in driver.h
   static constexpr bool signed_bytes = false;  // tdpbssd takes the codes of both sides as they are
   static constexpr int64_t kChunk = 128;       // pairs: 16 KB of B, and 16 KB of A pass beside it
   // Vector products that tiles must replace, from counted instructions (no CPU with AMX was at

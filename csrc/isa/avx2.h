@@ -4,7 +4,7 @@
 #pragma once
 #include <immintrin.h>
 
-#include "lanes.h"
+#include "isa/base.h"
 
 namespace kt {
 namespace {
@@ -22,7 +22,7 @@ struct Isa_avx2 : ByteLanes<8> {
   }
   // In asm: gcc otherwise also picks the form that overwrites a factor, and then spills one of the
   // tile's 15 registers in every step.
-  KT_OP f32 madd(f32 c, const A* a, const Part& w, int step, auto) {
+  KT_OP f32 madd(f32 c, const A* a, const Operand& w, int step, auto) {
     asm("vfmadd231ps %1, %2, %0" : "+x"(c) : "x"(w), "x"(splat(a[step])));
     return c;
   }
@@ -54,6 +54,22 @@ struct Isa_avx2 : ByteLanes<8> {
     return (f32)_mm256_cvtepi32_ps(_mm256_shuffle_epi8((__m256i)x, control));
   }
   KT_OP f32 top_byte(u32 x) { return __builtin_convertvector((i32)(x & 0xff000000u), f32); }
+  // The table's low and high bytes, each looked up for two values of every dword.
+  KT_OP void table_pairs(u32 x, const bf16* table, B (&out)[4], auto) {
+    const __m128i t0 = _mm_loadu_si128((const __m128i*)table),
+                  t1 = _mm_loadu_si128((const __m128i*)(table + 8)), byte = _mm_set1_epi16(255);
+    const __m256i low = _mm256_broadcastsi128_si256(
+                      _mm_packus_epi16(_mm_and_si128(t0, byte), _mm_and_si128(t1, byte))),
+                  high = _mm256_broadcastsi128_si256(
+                      _mm_packus_epi16(_mm_srli_epi16(t0, 8), _mm_srli_epi16(t1, 8)));
+    for (int h = 0; h < 2; ++h, x >>= 4) {
+      const __m256i at = (__m256i)(x & 0x0f0f0f0fu);
+      const u32 lows = (u32)_mm256_shuffle_epi8(low, at),
+                highs = (u32)_mm256_shuffle_epi8(high, at);
+      out[2 * h] = line((lows & 0x00ff00ffu) | (highs & 0x00ff00ffu) << 8);
+      out[2 * h + 1] = line((lows >> 8 & 0x00ff00ffu) | (highs & 0xff00ff00u));
+    }
+  }
   KT_OP __m256i dword_at(const void* p) {
     int x;
     __builtin_memcpy(&x, p, 4);

@@ -4,7 +4,7 @@
 #pragma once
 #include <immintrin.h>
 
-#include "lanes.h"
+#include "isa/base.h"
 
 namespace kt {
 namespace {
@@ -20,7 +20,7 @@ struct Isa_avx512 : ByteLanes<16> {
     return (f32)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
   }
   // In asm: with another form than this one gcc keeps one of the tile's 24 sums in memory.
-  KT_OP f32 madd(f32 c, const A* a, const Part& w, int step, auto) {
+  KT_OP f32 madd(f32 c, const A* a, const Operand& w, int step, auto) {
     asm("vfmadd231ps %1, %2, %0" : "+v"(c) : "v"(w), "v"(splat(a[step])));
     return c;
   }
@@ -72,6 +72,15 @@ struct Isa_avx512 : ByteLanes<16> {
     return (f32)_mm512_cvtepi32_ps(_mm512_shuffle_epi8((__m512i)x, control));
   }
   KT_OP f32 top_byte(u32 x) { return (f32)_mm512_cvtepi32_ps((__m512i)(x & 0xff000000u)); }
+  KT_OP void table_pairs(u32 x, const bf16* table, auto (&out)[4], auto isa) {
+    using I = decltype(isa);
+    // vpermw reads the low 5 bits of an index; the table is held twice, so bit 4 does not matter
+    const __m512i t = _mm512_loadu_si512(table);
+    const auto look = [&](u32 at) __attribute__((always_inline)) {
+      return I::line((u32)_mm512_permutexvar_epi16((__m512i)at, t));
+    };
+    out[0] = look(x), out[1] = look(x >> 8), out[2] = look(x >> 4), out[3] = look(x >> 12);
+  }
   KT_OP __m512i dword_at(const void* p) {
     int x;
     __builtin_memcpy(&x, p, 4);

@@ -54,17 +54,12 @@ struct Isa_avx512_bf16 : Isa_avx512_vnni {
     out[0].pair = (u32)_mm512_ternarylogic_epi32(_mm512_slli_epi16(high, 8), low, even, 0xf8);
     out[1].pair = (u32)_mm512_ternarylogic_epi32(even, high, _mm512_srli_epi16(low, 8), 0xae);
   }
-  KT_OP void int4_pairs(u32 x, const bf16* table, B (&out)[4], auto) {
-    // vpermw reads the low 5 bits of an index; the table is held twice, so bit 4 does not matter
-    const __m512i t = _mm512_loadu_si512(table);
-    out[0].pair = (u32)_mm512_permutexvar_epi16((__m512i)x, t);
-    out[1].pair = (u32)_mm512_permutexvar_epi16((__m512i)(x >> 8), t);
-    out[2].pair = (u32)_mm512_permutexvar_epi16((__m512i)(x >> 4), t);
-    out[3].pair = (u32)_mm512_permutexvar_epi16((__m512i)(x >> 12), t);
+  KT_OP void int4_pairs(u32 x, const bf16* table, B (&out)[4], auto isa) {
+    table_pairs(x, table, out, isa);
   }
   static constexpr int steps = 1;
-  using Part = B;
-  KT_OP Part part(const B& b, int) { return b; }
+  using Operand = B;
+  KT_OP Operand operand(const B& b, int) { return b; }
   KT_OP f32 madd(f32 c, const A* a, const B& b, int, auto isa) { return dot(c, a, b, isa); }
   KT_OP f32 dot(f32 c, const A* a, const B& b, auto) {
     uint32_t pair;

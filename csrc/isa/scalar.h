@@ -2,7 +2,7 @@
 // cpu:
 // Any CPU: generic 4-lane vectors, which compilers lower to SSE2, NEON or plain scalars.
 #pragma once
-#include "lanes.h"
+#include "isa/base.h"
 
 namespace kt {
 namespace {

@@ -235,12 +235,12 @@ def test_any_number_of_threads(tiles):
     dy = torch.randn(case.x.shape, generator=torch.Generator().manual_seed(3))
     seen = {}
     for n in (1, 2, 4):
-        _kt.set_threads(n, True)
-        _kt.delay_tasks(200 if n > 1 else 0)
-        _kt.workers_seen()
+        _kt.testing.set_threads(n)
+        _kt.testing.delay_tasks(200 if n > 1 else 0)
+        _kt.testing.workers_seen()
         seen[n] = [*run_all(case, dy), run_int8(case)]
-        assert _kt.workers_seen() == n and tiles.configured() == 0
-    _kt.delay_tasks(0)
+        assert _kt.testing.workers_seen() == n and tiles.configured() == 0
+    _kt.testing.delay_tasks(0)
     _kt.set_threads(0)
     for n in (2, 4):
         assert all(torch.equal(a, b) for a, b in zip(seen[1], seen[n], strict=True)), n
@@ -252,15 +252,15 @@ def test_any_number_of_nodes(tiles):
     case = make_case(E=2, H=64, I=96, T=40, K=1, format="bf16", slices=3, dtype=torch.float32)
     dy = torch.randn(case.x.shape, generator=torch.Generator().manual_seed(3))
     want = run_all(case, dy)
-    _kt.set_threads(3, True)
+    _kt.testing.set_threads(3)
     for n in (2, 3):
-        _kt.pretend_nodes(n)
+        _kt.testing.pretend_nodes(n)
         _kt.set_nodes(n)
         got = run_all(case, dy)
         assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True)), n
     assert tiles.configured() == 0
     _kt.set_nodes(1)
-    _kt.pretend_nodes(0)
+    _kt.testing.pretend_nodes(0)
     _kt.set_threads(0)
 
 

@@ -11,5 +11,5 @@ EMULATOR = os.environ.get("LD_PRELOAD")
 if EMULATOR:
     found = _kt.cpu_registers()
     edx, xcr0 = found["leaf7_edx"] | _AMX_BITS, found["xcr0"] | _TILE_STATE
-    _kt.use_cpu({**found, "leaf7_edx": edx, "xcr0": xcr0, "tiles": True})
+    _kt.testing.use_cpu({**found, "leaf7_edx": edx, "xcr0": xcr0, "tiles": True})
 runtime.force_isa("amx")
