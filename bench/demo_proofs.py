@@ -67,8 +67,8 @@ def relative(a: list[torch.Tensor], b: list[torch.Tensor]) -> float:
 
 def interop(adapter: str) -> dict[str, float]:
     """Relative logit differences; `effect` is how far the adapter moves the logits at all."""
-    from kt_core.adapter import adapter as switched
-    from kt_core.adapter import load_adapter
+    from kt_core.adapters import adapter as switched
+    from kt_core.adapters import load_adapter
     from kt_core.hf import load_model
 
     ids = chats(12)

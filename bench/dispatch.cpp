@@ -6,9 +6,9 @@
 #include <thread>
 #include <vector>
 
-#include "moe/moe.h"
-#include "machine/parallel.h"
 #include "gemm/registry.h"
+#include "machine/parallel.h"
+#include "moe/moe.h"
 
 namespace kt {
 namespace {

@@ -20,8 +20,9 @@ import transformers
 from peft import LoraConfig, get_peft_model
 
 from kt_core import runtime
-from kt_sft import loss, plugin
+from kt_sft import plugin
 from kt_sft.config import KTConfig
+from kt_sft.cpu import loss
 
 SHAPES = {
     # examples/make_demo_model.py

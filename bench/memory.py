@@ -21,7 +21,7 @@ from demo_bars import Sampler, resident_bytes
 from impls import Ours, seeded_weights
 from workloads import SHAPES, VARIANTS, Shape, batch, weight_bytes
 
-from kt_core import memory
+from kt_core.loading import memory
 
 RESULTS = Path(__file__).resolve().parent / "results"
 

@@ -4,7 +4,7 @@
 
 With R rows per expert and rank on two ranks: *own*, two processes with one thread each compute R
 rows per expert over the same packed weights at the same time; *switched*, the same two compute them
-together as kt_sft/gathered.py does, messages included; *gathered*, one process with two threads
+together as kt_sft/op/exchange.py does, messages included; *gathered*, one process with two threads
 computes 2R, and copies once the bytes that would have to move. One layer of the shape of
 Qwen3-30B-A3B's experts, forward and backward, LoRA of rank 8. Each time is the best of several
 calls, in which own and switched take turns. Prints JSON.
@@ -27,7 +27,7 @@ from torch import distributed
 
 from kt_core import runtime
 from kt_core.experts import Experts, Lora
-from kt_sft.gathered import HostRanks
+from kt_sft.op.exchange import HostRanks
 
 H, I, K, RANKS, LORA = 2048, 768, 8, 2, 8
 

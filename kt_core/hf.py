@@ -24,11 +24,12 @@ import transformers
 from transformers.integrations import is_fsdp_enabled
 from transformers.modeling_utils import PreTrainedModel, is_local_dist_rank_0
 
-from kt_core import checkpoint, experts, memory, packing, quantized, reuse, runtime
-from kt_core.host import Host
-from kt_core.layout import ExpertsLayout, find_experts
+from kt_core import experts, runtime
+from kt_core.loading import checkpoint, memory, packing, quantized, reuse
+from kt_core.loading.experts_contract import ExpertsLayout, find_experts
+from kt_core.loading.host import Host
+from kt_core.loading.naming import Naming
 from kt_core.module import KTExpertsLinear, Runner, inference_runner
-from kt_core.naming import Naming
 
 _WRAPPED_ARGUMENTS = ["model", "state_dict", "checkpoint_files", "load_config"]
 
@@ -137,8 +138,7 @@ def load_model(
     ):
         raise ValueError(
             f"device_map={device_map!r} is computed as if the experts were on the devices; give a "
-            "device, such as "
-            "device_map='cpu' or device_map='cuda:0'"
+            "device, such as device_map='cpu' or device_map='cuda:0'"
         )
     settings = LoadSettings(format, group, threads, numa_nodes, packed_dir)
     refuse_quantized(path, from_pretrained)
@@ -210,8 +210,7 @@ def install() -> None:
     if not known:
         raise ImportError(
             f"transformers {transformers.__version__} loads models in a way this package does not "
-            "know; install a "
-            "transformers version from constraints.txt"
+            "know; install a transformers version from constraints.txt"
         )
     _original = PreTrainedModel._load_pretrained_model
     PreTrainedModel._load_pretrained_model = staticmethod(_load_pretrained_model)
@@ -342,8 +341,7 @@ def _layouts(model: PreTrainedModel) -> list[ExpertsLayout]:
         if layout.activation not in experts.ACTIVATIONS:
             raise ValueError(
                 f"{layout.name} uses the activation {layout.activation}, for which there is no "
-                "kernel; load this model "
-                "without use_kt"
+                "kernel; load this model without use_kt"
             )
     return layouts
 
@@ -380,8 +378,7 @@ def _check_devices(device_map: Mapping[str, Any] | None) -> None:
     if "disk" in devices or ("cpu" in devices and len(devices) > 1):
         raise ValueError(
             f"device_map spreads the model over {sorted(devices)}, computed as if the experts were "
-            "on the devices; "
-            "give one device, such as device_map='cpu' or device_map='cuda:0'"
+            "on the devices; give one device, such as device_map='cpu' or device_map='cuda:0'"
         )
 
 

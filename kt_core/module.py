@@ -114,7 +114,6 @@ class KTExpertsLinear(nn.Module):
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(
             f"{self.experts.name or type(self).__name__} holds packed experts in CPU memory and "
-            "cannot be pickled; "
-            "save the adapter (save_pretrained on the PEFT model) and load the base model from its "
-            "checkpoint"
+            "cannot be pickled; save the adapter (save_pretrained on the PEFT model) and load the "
+            "base model from its checkpoint"
         )

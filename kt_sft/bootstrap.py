@@ -1,10 +1,10 @@
 """Runs inside every `import torch`: the entry point of group `torch.backends`, torch's own autoload
 of extensions.
 
-It puts one finder at the head of sys.meta_path that waits for four modules of LLaMA-Factory to be
-imported and then lets kt_sft.llamafactory adapt them. Nothing else is imported here and nothing is
-raised. TORCH_DEVICE_BACKEND_AUTOLOAD=0 switches torch's autoload off; `python -m kt_sft.launch`
-then does the same.
+It puts one finder at the head of sys.meta_path that waits for five modules of LLaMA-Factory to be
+imported and then lets kt_sft.llamafactory.seam adapt them. Nothing else is imported here and
+nothing is raised. TORCH_DEVICE_BACKEND_AUTOLOAD=0 switches torch's autoload off; `python -m
+kt_sft.launch` then does the same.
 """
 
 import importlib
@@ -38,11 +38,11 @@ def autoload() -> None:
 
 
 def _adapt(module: ModuleType) -> None:
-    """Hands a finished module to kt_sft.llamafactory. Stock LLaMA-Factory stays usable whatever
-    happens in there.
+    """Hands a finished module to kt_sft.llamafactory.seam. Stock LLaMA-Factory stays usable
+    whatever happens in there.
     """
     try:
-        adapters = importlib.import_module("kt_sft.llamafactory")
+        adapters = importlib.import_module("kt_sft.llamafactory.seam")
         getattr(adapters, _HOOKS[module.__name__])(module)
     except Exception as error:
         logging.getLogger("kt").warning(

@@ -19,9 +19,15 @@ from torch import nn
 
 from kt_core import hf
 from kt_core.module import KTExpertsLinear
-from kt_sft import autograd, cpu_fsdp, dist, fsdp_buffers, groups, heap, layer_major, seams
-from kt_sft.checkpointing import retain_experts
+from kt_sft import seams
 from kt_sft.config import KTConfig
+from kt_sft.cpu import malloc
+from kt_sft.lora import model_parts
+from kt_sft.op import autograd
+from kt_sft.op.checkpointing import retain_experts
+from kt_sft.ranks import cpu_fsdp, fsdp_buffers
+from kt_sft.ranks.host import host_of_run
+from kt_sft.run import layer_major
 
 _installed: list[tuple[Any, str, Any]] = []  # owner, attribute, what stood there
 _ACCELERATOR_STATE = [
@@ -43,10 +49,12 @@ def install() -> None:
     from transformers import Trainer
     from transformers.integrations.peft import PeftAdapterMixin
 
-    from kt_sft import card, dry_run, peft_io, peft_refusals, resume, step_log, value_head
+    from kt_sft.lora import adapter_io, dry_run, refusals
+    from kt_sft.report import card, step_log
+    from kt_sft.run import interruption, value_head
 
     hf.install()
-    resume.read_on_numbered_cpus()
+    interruption.read_on_numbered_cpus()
     wrap(Trainer, "log", step_log.log, ["self", "logs"])
     wrap(Trainer, "create_model_card", card.create_model_card, ["self", "language", "license"])
     wrap(
@@ -56,33 +64,33 @@ def install() -> None:
         ["self", "resume_from_checkpoint", "model"],
     )
     wrap(Trainer, "get_train_dataloader", layer_major.get_train_dataloader, ["self"])
-    wrap(Trainer, "training_step", resume.training_step, ["self", "model", "inputs"])
-    wrap(Trainer, "_maybe_log_save_evaluate", resume.after_step, ["self", "tr_loss"])
-    wrap(Trainer, "save_model", resume.save_model, ["self", "output_dir", "_internal_call"])
-    wrap(Trainer, "_save_checkpoint", resume.save_checkpoint, ["self", "model", "trial"])
-    wrap(LoraModel, "inject_adapter", peft_io.inject_adapter, ["self", "model", "adapter_name"])
+    wrap(Trainer, "training_step", interruption.training_step, ["self", "model", "inputs"])
+    wrap(Trainer, "_maybe_log_save_evaluate", interruption.after_step, ["self", "tr_loss"])
+    wrap(Trainer, "save_model", interruption.save_model, ["self", "output_dir", "_internal_call"])
+    wrap(Trainer, "_save_checkpoint", interruption.save_checkpoint, ["self", "model", "trial"])
+    wrap(LoraModel, "inject_adapter", adapter_io.inject_adapter, ["self", "model", "adapter_name"])
     names = ["self", "model", "peft_config", "adapter_name"]
     wrap(peft.PeftModel, "__init__", dry_run.created, names)
     names = ["self", "adapter_name", "peft_config"]
     wrap(peft.PeftModel, "add_adapter", dry_run.added, names)
     names = ["self", "adapter_names", "safe_merge"]
-    wrap(LoraModel, "merge_adapter", peft_refusals.merge, names)
+    wrap(LoraModel, "merge_adapter", refusals.merge, names)
     names = ["self", "progressbar", "safe_merge", "adapter_names"]
-    wrap(LoraModel, "merge_and_unload", peft_refusals.merge, names)
+    wrap(LoraModel, "merge_and_unload", refusals.merge, names)
     wrap(
         LoraModel,
         "add_weighted_adapter",
-        peft_refusals.add_weighted_adapter,
+        refusals.add_weighted_adapter,
         ["self", "adapters", "weights", "adapter_name"],
     )
     names = ["model", "state_dict", "adapter_name", "config"]
-    wrap(hotswap, "hotswap_adapter_from_state_dict", peft_refusals.hotswap, names)
+    wrap(hotswap, "hotswap_adapter_from_state_dict", refusals.hotswap, names)
     for name, first in (("add_adapter", "adapter_config"), ("load_adapter", "peft_model_id")):
-        wrap(PeftAdapterMixin, name, peft_refusals.own_adapters, ["self", first, "adapter_name"])
+        wrap(PeftAdapterMixin, name, refusals.own_adapters, ["self", first, "adapter_name"])
     wrap(
         peft.PeftModel,
         "save_pretrained",
-        peft_io.save_pretrained,
+        adapter_io.save_pretrained,
         ["self", "save_directory", "safe_serialization", "selected_adapters"],
     )
     wrap(AcceleratorState, "__init__", cpu_fsdp.state_init, _ACCELERATOR_STATE)
@@ -95,13 +103,13 @@ def install() -> None:
     wrap(
         peft.PeftModel,
         "load_adapter",
-        peft_io.load_adapter,
+        adapter_io.load_adapter,
         ["self", "model_id", "adapter_name", "is_trainable"],
     )
     wrap(
         peft.PeftModel,
         "from_pretrained",
-        peft_io.from_pretrained,
+        adapter_io.from_pretrained,
         ["cls", "model", "model_id", "adapter_name", "is_trainable", "config"],
     )
     try:
@@ -136,7 +144,7 @@ def uninstall() -> None:
 
 def _unless_experts(original: Callable[..., Any], *args: Any, **kw: Any) -> Any:
     """Returns the state dict (or nothing, for a config) unchanged if the model has CPU experts."""
-    from kt_sft.peft_io import has_experts
+    from kt_sft.lora.adapter_io import has_experts
 
     bound = inspect.signature(original).bind(*args, **kw).arguments
     if has_experts(bound["model"]):
@@ -191,11 +199,11 @@ def loading(config: KTConfig, *, router: bool = True, again: bool = False) -> It
     install()
     cpu_fsdp.want(True)
     settings = load_settings(config)
-    new = groups.NewAdapters(config.lora_rank or {}, router)
+    new = model_parts.NewAdapters(config.lora_rank or {}, router)
     with (
-        dist.host_of_run() as host,
+        host_of_run() as host,
         hf.experts_on_cpu(dataclasses.replace(settings, host=host, reuse=again)),
-        groups.rules(new),
+        model_parts.rules(new),
     ):
         yield
 
@@ -223,13 +231,13 @@ def prepare(model: nn.Module, config: KTConfig) -> None:
             f"{type(model).__name__} has no experts in CPU memory; use_kt is for "
             "mixture-of-experts models, remove it"
         )
-    from kt_sft import peft_io
+    from kt_sft.lora import adapter_io
 
-    peft_io.remember(model, config)
+    adapter_io.remember(model, config)
     for module in modules:
         module.experts.check_finite = config.check_finite
     if not torch.accelerator.is_available():
-        heap.tend(model)
+        malloc.tend(model)
     if config.activation == "retain":
         retain_experts(model)
 

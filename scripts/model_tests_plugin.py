@@ -16,13 +16,13 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import pytest
+from kt_core.layout import find_experts
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kt_core.experts import Experts
-from kt_core.layout import find_experts
 from kt_core.module import KTExpertsLinear
-from kt_sft import autograd
+from kt_sft.op import autograd
 
 # transformers' own conftest.py, which is not loaded, makes these known.
 MARKERS = (

@@ -3,7 +3,7 @@ of them.
 
 Nothing here is a list of families: transformers' auto mappings are walked, a configuration that
 speaks of experts is shrunk by the names of its keys, and the model's experts decide whether it is
-one (kt_core.layout). A family of a newer transformers shows up by itself.
+one (kt_core.loading.experts_contract). A family of a newer transformers shows up by itself.
 """
 
 from __future__ import annotations

@@ -23,10 +23,10 @@
 #include <vector>
 
 #include "machine/arena.h"
-#include "moe/moe.h"
 #include "machine/numa.h"
 #include "machine/parallel.h"
 #include "machine/topology.h"
+#include "moe/moe.h"
 
 namespace kt {
 namespace {

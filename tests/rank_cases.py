@@ -17,18 +17,22 @@ import torch
 import transformers
 from torch import distributed
 
-from kt_core import _kt, checkpoint, runtime
-from kt_core import memory as kt_memory
+from kt_core import _kt, runtime
 from kt_core.experts import Experts
+from kt_core.loading import checkpoint
+from kt_core.loading import memory as kt_memory
 from kt_core.module import KTExpertsLinear
-from kt_sft import budget, dist, step_log, tally
+from kt_sft.op import row_counts
+from kt_sft.ranks import host
+from kt_sft.report import step_log
+from kt_sft.run import budget
 
 
 def place(patch, hosts: list[str] | None) -> int:
     """Puts every rank on a host (None: all on this one); returns this rank's number."""
     rank = distributed.get_rank()
     if hosts is not None:
-        patch.setattr(dist, "host_identity", lambda: hosts[rank])
+        patch.setattr(host, "host_identity", lambda: hosts[rank])
     return rank
 
 
@@ -83,8 +87,8 @@ def log_line(patch, hosts=None):
     callback.on_train_begin(args, state, None, model=torch.nn.ModuleList(modules))
     callback._tokens.tokens += 10 * (rank + 1)
     if rank == 0:  # the others have no rows at all, and run the same collectives
-        tally.count_rows(layers[0], torch.tensor([[0, 1], [1, 1]]))
-    tally.count_rows(layers[1], torch.tensor([[0, 1]]))
+        row_counts.count_rows(layers[0], torch.tensor([[0, 1], [1, 1]]))
+    row_counts.count_rows(layers[1], torch.tensor([[0, 1]]))
     return callback.measure(), budget.ranks_of_this_host()
 
 
@@ -121,7 +125,7 @@ def refused(patch, path, hosts=None, available=None, fails_on=None, killed=False
     sentence = None
     try:
         cases.load(path, **config)
-    except (ValueError, OSError, MemoryError, dist.LostRankError) as error:
+    except (ValueError, OSError, MemoryError, host.LostRankError) as error:
         sentence = f"{type(error).__name__}: {error}"
     return sentence, plans[0] if plans else None
 
@@ -148,7 +152,7 @@ def memory(patch, path, without, **config):
 
 def load_on_two_nodes(patch, path, packed_dir):
     """Loads with this machine's node counting twice, each rank with a thread on both."""
-    patch.setattr(dist, "share_of_cpus", lambda me, ranks: runtime.allowed_cpus())
+    patch.setattr(host, "share_of_cpus", lambda me, ranks: runtime.allowed_cpus())
     _kt.testing.pretend_nodes(2)
     try:
         answer = load(patch, path, packed_dir=packed_dir, numa_nodes=2)

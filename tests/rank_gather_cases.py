@@ -17,8 +17,9 @@ from torch import distributed
 from kt_core import experts as core
 from kt_core.experts import PROJECTIONS, Lora
 from kt_core.module import KTExpertsLinear
-from kt_sft import autograd, dist, gathered, row_gather, staging
 from kt_sft.config import KTConfig
+from kt_sft.op import autograd, exchange, staging
+from kt_sft.ranks import host, row_gather
 
 E, H, I, K, R = 7, 64, 40, 2, 3
 
@@ -77,7 +78,7 @@ def gathered_and_own(
     if staged:  # as if tensors came from a GPU
         patch.setattr(staging, "_forced", 1)
     rank = distributed.get_rank()
-    gathered.use(gathered.HostRanks(distributed.group.WORLD))
+    exchange.use(exchange.HostRanks(distributed.group.WORLD))
     experts, computed = layer(), []
     forward = experts.forward
 
@@ -104,14 +105,14 @@ def gathered_and_own(
             if got[f"lora{i}"] is not None:
                 distributed.all_reduce(got[f"lora{i}"])
         results.append(got | {"out": out.detach(), "kept": sum(map(len, kept))})
-    gathered.use(None)
+    exchange.use(None)
     return *results, computed
 
 
 def lora_is_in_one_place(patch, tokens):
     """LoRA gradients of this rank, before anybody adds them up, and the experts it computed."""
     rank = distributed.get_rank()
-    ranks = gathered.HostRanks(distributed.group.WORLD)
+    ranks = exchange.HostRanks(distributed.group.WORLD)
     x, index, weights, grad = batch(rank, tokens[rank], list(range(E)))
     share, _ = ranks._gather(layer(), [x, index, weights], 1, 0)
     needs = {"need_dx": False, "need_dw": False, "need_lora": True}
@@ -128,11 +129,11 @@ def trained(patch, args, below=row_gather.GATHER_BELOW, hosts=None, killed=None,
     """
     rank = distributed.get_rank()
     if hosts is not None:
-        patch.setattr(dist, "host_identity", lambda: hosts[rank])
+        patch.setattr(host, "host_identity", lambda: hosts[rank])
     patch.setattr(row_gather, "GATHER_BELOW", below)
     calls = {"together": 0, "own": 0, "eval": 0}
-    run, forward = autograd.run, gathered.HostRanks.forward
-    backward = gathered.HostRanks.backward
+    run, forward = autograd.run, exchange.HostRanks.forward
+    backward = exchange.HostRanks.backward
 
     def watched(*a, together=False, **k):
         if not together:
@@ -149,8 +150,8 @@ def trained(patch, args, below=row_gather.GATHER_BELOW, hosts=None, killed=None,
         return backward(self, *a, **k)
 
     patch.setattr(autograd, "run", watched)
-    patch.setattr(gathered.HostRanks, "forward", counted)
-    patch.setattr(gathered.HostRanks, "backward", dying)
+    patch.setattr(exchange.HostRanks, "forward", counted)
+    patch.setattr(exchange.HostRanks, "backward", dying)
     return train(patch, args, **kw) | {"calls": calls}
 
 
@@ -189,12 +190,12 @@ def decisions(patch, script, activation="retain"):
             else:
                 model((x, index, weights))
     callback.on_train_end(args, None, None)
-    assert module.runner is own and gathered._ranks is None
+    assert module.runner is own and exchange._ranks is None
     return seen
 
 
 class Around:
-    """A runner around that of a module, as kt_core.adapter puts one."""
+    """A runner around that of a module, as kt_core.adapters puts one."""
 
     def __init__(self, module):
         self.inner, self.calls = module.runner, 0

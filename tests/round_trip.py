@@ -19,11 +19,13 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors import safe_open
 from transformers import PreTrainedModel
 
-from kt_core import adapter, hf, layout
-from kt_sft import groups, peft_io, plugin, stock
+from kt_core import adapters, hf
+from kt_core.loading import experts_contract
+from kt_sft import plugin
 from kt_sft.config import LORA_GROUPS, KTConfig
+from kt_sft.lora import adapter_io, model_parts, stock_peft
 
-LAYOUTS = stock.LAYOUTS
+LAYOUTS = stock_peft.LAYOUTS
 SAME = 1e-5  # fp32 on both sides; a lost part of an adapter is above 1e-2
 
 
@@ -40,12 +42,12 @@ class Trained:
     logits: torch.Tensor
     plain: torch.Tensor
 
-    def save(self, layout: str, directory: Path) -> stock.Choice:
+    def save(self, layout: str, directory: Path) -> stock_peft.Choice:
         """Saves with an export_layout and returns what the save made of it."""
         base = self.model.get_base_model()
-        peft_io.remember(base, KTConfig(format="bf16", export_layout=layout))
+        adapter_io.remember(base, KTConfig(format="bf16", export_layout=layout))
         self.model.save_pretrained(directory)
-        return peft_io.layout_of(self.model)
+        return adapter_io.layout_of(self.model)
 
 
 def token_ids() -> torch.Tensor:
@@ -61,7 +63,7 @@ def refusal(family: families.Family) -> str | None:
     except Exception as error:
         return f"not tried: its tiny model cannot be built ({type(error).__name__})"
     try:
-        found = layout.find_experts(model)
+        found = experts_contract.find_experts(model)
     except ValueError as error:
         return f"refused: {error}"
     return None if found else "refused: it has no experts modules with 3-D weights"
@@ -147,8 +149,8 @@ def _has(model: PreTrainedModel, group: str) -> bool:
     """Whether `group` can be adapted: there may be none, or a router that is not only called."""
     config = LoraConfig(target_modules=[group])
     try:
-        groups.expand(config, model)
-        groups.settle_routers(config, model)
+        model_parts.expand(config, model)
+        model_parts.settle_routers(config, model)
     except ValueError:
         return False
     return True
@@ -171,8 +173,8 @@ def ours(trained: Trained, directory: Path, base: Path | None = None) -> float:
     model = hf.load_model(
         base or trained.base, format="bf16", dtype=torch.float32, attn_implementation="eager"
     )
-    adapter.load_adapter(model, directory, "tuned")
-    with adapter.adapter(model, "tuned"):
+    adapters.load_adapter(model, directory, "tuned")
+    with adapters.adapter(model, "tuned"):
         return error(logits(model.eval()), trained.logits)
 
 
@@ -188,7 +190,7 @@ def continued(trained: Trained, directory: Path, base: Path, family: families.Fa
 
 def merged(trained: Trained, directory: Path, out: Path, base: Path | None = None) -> float:
     """The error of stock transformers on the merged checkpoint."""
-    adapter.merge(base or trained.base, directory, out)
+    adapters.merge(base or trained.base, directory, out)
     return error(logits(stock_model(trained.family, out)), trained.logits)
 
 
@@ -232,8 +234,8 @@ def supported_row(trained: Trained) -> str:
     base = trained.model.get_base_model()
     choices = {}
     for wanted in (*LAYOUTS, "auto"):
-        peft_io.remember(base, KTConfig(format="bf16", export_layout=wanted))
-        choices[wanted] = peft_io.layout_of(trained.model)
+        adapter_io.remember(base, KTConfig(format="bf16", export_layout=wanted))
+        choices[wanted] = adapter_io.layout_of(trained.model)
     read = ["yes" if choices[layout].problem is None else "no" for layout in LAYOUTS]
     cells = [
         trained.family.model_type,

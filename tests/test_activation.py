@@ -18,9 +18,9 @@ from datasets import Dataset
 from transformers import PretrainedConfig
 
 from kt_core import experts as core
-from kt_core import memory
-from kt_sft import budget
+from kt_core.loading import memory
 from kt_sft.config import KTConfig
+from kt_sft.run import budget
 
 STEPS, ACCUMULATION, LAYERS = 2, 2, 2
 
@@ -135,8 +135,8 @@ def test_the_plan_is_the_sum_of_the_tensors(tmp_path):
 
 MEASURE = """
 import ctypes, sys, torch, models, sft_cases as cases
-from kt_core import memory
-from kt_sft import budget
+from kt_core.loading import memory
+from kt_sft.run import budget
 activation, path, tokens = sys.argv[1], sys.argv[2], int(sys.argv[3])
 model = cases.adapted(cases.load(path, activation=activation))
 ctypes.CDLL(None).mallopt(-3, 256 << 10)  # M_MMAP_THRESHOLD: freed tensors are gone at once
@@ -175,8 +175,8 @@ import ctypes, re, sys, torch
 from torch.nn import functional as F
 from transformers.loss.loss_utils import ForCausalLMLoss
 from types import SimpleNamespace
-from kt_core import memory
-from kt_sft import loss as ours
+from kt_core.loading import memory
+from kt_sft.cpu import loss as ours
 ctypes.CDLL(None).mallopt(-3, 256 << 10)  # M_MMAP_THRESHOLD: freed tensors are gone at once
 blocks, tokens, vocabulary, dtype = sys.argv[2] == "1", 512, 40_000, getattr(torch, sys.argv[1])
 hidden = torch.randn(2, tokens // 2, 8, dtype=dtype, requires_grad=True)

@@ -1,5 +1,5 @@
-"""kt_core.adapter: orientation against hand-built deltas, the fused layouts, use on a loaded model,
-merging.
+"""kt_core.adapters: orientation against hand-built deltas, the fused layouts, use on a loaded
+model, merging.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import sft_cases as cases
 import torch
 from transformers import AutoModelForCausalLM
 
-from kt_core import adapter, hf
-from kt_core.adapter_config import adapter_config, write_adapter
-from kt_core.adapter_format import (
+from kt_core import adapters, hf
+from kt_core.adapters.peft_config import adapter_config, write_adapter
+from kt_core.adapters.peft_format import (
     CONFIG_FILE,
     WEIGHTS_FILE,
     AdapterData,
@@ -116,10 +116,10 @@ def test_f3_orientation_against_a_hand_built_delta(reference, tmp_path):
     cases.stock(PLAIN_PEFT, path, directory, tmp_path / "plain.pt")
     assert torch.allclose(torch.load(tmp_path / "plain.pt"), want, atol=5e-5)
     model = hf.load_model(path, format="bf16", dtype=torch.float32)
-    adapter.load_adapter(model, directory, "a")
-    with adapter.adapter(model, "a"):
+    adapters.load_adapter(model, directory, "a")
+    with adapters.adapter(model, "a"):
         assert torch.allclose(cases.logits(model, ids), want, atol=5e-5)
-    adapter.merge(path, directory, tmp_path / "merged")
+    adapters.merge(path, directory, tmp_path / "merged")
     assert torch.allclose(cases.logits(_stock(tmp_path / "merged"), ids), want, atol=5e-5)
 
 
@@ -148,27 +148,27 @@ def test_switching_per_call_equals_the_training_side(engine, family, tmp_path, m
     with tuned.disable_adapter():
         base = cases.logits(tuned, ids)
     model = hf.load_model(path, format="bf16", dtype=torch.float32)
-    assert adapter.adapters(model) == []
-    with adapter.adapter(model, None):
+    assert adapters.adapters(model) == []
+    with adapters.adapter(model, None):
         assert torch.equal(cases.logits(model, ids), base)
-    adapter.load_adapter(model, tmp_path / "one", "one")
-    adapter.load_adapter(model, tmp_path / "two", "two")
-    assert adapter.adapters(model) == ["one", "two"]
+    adapters.load_adapter(model, tmp_path / "one", "one")
+    adapters.load_adapter(model, tmp_path / "two", "two")
+    assert adapters.adapters(model) == ["one", "two"]
     assert torch.equal(cases.logits(model, ids), base)
-    with adapter.adapter(model, "two"):
+    with adapters.adapter(model, "two"):
         assert torch.equal(cases.logits(model, ids), two)
-        with adapter.adapter(model, "one"):
+        with adapters.adapter(model, "one"):
             assert torch.equal(cases.logits(model, ids), one)
-        with adapter.adapter(model, None):
+        with adapters.adapter(model, None):
             assert torch.equal(cases.logits(model, ids), base)
         assert torch.equal(cases.logits(model, ids), two)
-    adapter.unload_adapter(model, "two")
+    adapters.unload_adapter(model, "two")
     with pytest.raises(KeyError, match="no adapter 'two'; this model has one"):
-        adapter.unload_adapter(model, "two")
-    with pytest.raises(KeyError, match="no adapter 'two'"), adapter.adapter(model, "two"):
+        adapters.unload_adapter(model, "two")
+    with pytest.raises(KeyError, match="no adapter 'two'"), adapters.adapter(model, "two"):
         pass
     with pytest.raises(ValueError, match="adapter 'one' is loaded already"):
-        adapter.load_adapter(model, tmp_path / "one", "one")
+        adapters.load_adapter(model, tmp_path / "one", "one")
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
@@ -182,8 +182,8 @@ def test_files_of_any_dtype_are_served(dtype, tmp_path):
     for name, kind in (("a", torch.float32), ("b", dtype)):
         values = {key: t.half().bfloat16().to(kind) for key, t in tensors.items()}
         safetensors.torch.save_file(values, folder / WEIGHTS_FILE, {"format": "pt"})
-        adapter.load_adapter(model, folder, name)
-        with adapter.adapter(model, name):
+        adapters.load_adapter(model, folder, name)
+        with adapters.adapter(model, name):
             found.append(cases.logits(model, ids))
     assert torch.equal(*found)
 
@@ -194,8 +194,8 @@ def test_f2_experts_only_subsets_change_the_logits(projections, reference, tmp_p
     data = _data(projections, dense=False)
     model = hf.load_model(path, format="bf16", dtype=torch.float32)
     base = cases.logits(model, ids)
-    adapter.load_adapter(model, _write(tmp_path / "adapter", data), "a")
-    with adapter.adapter(model, "a"):
+    adapters.load_adapter(model, _write(tmp_path / "adapter", data), "a")
+    with adapters.adapter(model, "a"):
         got = cases.logits(model, ids)
     assert not torch.equal(got, base)
     assert torch.allclose(got, cases.logits(_dense_by_hand(_stock(path), data), ids), atol=5e-5)
@@ -217,14 +217,14 @@ def test_an_adapter_of_another_model_changes_nothing(reference, tmp_path):
         model = hf.load_model(path, format="bf16", dtype=torch.float32)
         base = cases.logits(model, ids)
         with pytest.raises(ValueError, match=message):
-            adapter.load_adapter(model, directory, "a")
-        assert adapter.adapters(model) == []
+            adapters.load_adapter(model, directory, "a")
+        assert adapters.adapters(model) == []
         assert torch.equal(cases.logits(model, ids), base)
     with pytest.raises(ValueError, match="where Qwen3MoeForCausalLM has no experts"):
-        adapter.load_adapter(_stock(path), directory, "a")
+        adapters.load_adapter(_stock(path), directory, "a")
     dense = AdapterData(CONFIG, {}, {"model.layers.0.input_layernorm": _factors(1, R, H, out=E)})
     with pytest.raises(ValueError, match=r"layernorm, where Qwen3MoeForCausalLM has no matrix"):
-        adapter.load_adapter(_stock(path), _write(tmp_path / "norm", dense), "a")
+        adapters.load_adapter(_stock(path), _write(tmp_path / "norm", dense), "a")
 
 
 # ------------------------------------------------------------------------------------ fused layouts
@@ -367,7 +367,7 @@ def test_merge_over_shards(family, dtype, reference, tmp_path):
     ids, tuned = cases.token_ids(), cases.adapted(cases.load(path))
     tuned.save_pretrained(tmp_path / "adapter")
     want = cases.logits(tuned, ids)
-    adapter.merge(path, tmp_path / "adapter", tmp_path / "merged")
+    adapters.merge(path, tmp_path / "adapter", tmp_path / "merged")
     got = cases.logits(_stock(tmp_path / "merged"), ids)
     assert (got - want).norm() / want.norm() < (1e-5 if dtype == torch.float32 else 2e-2)
     for file in path.iterdir():
@@ -388,16 +388,16 @@ def test_merge_uses_every_delta_or_writes_nothing(reference, tmp_path):
     directory = _write(tmp_path / "adapter", _data())
     other = cases.checkpoint(tmp_path / "other", **SIZES | {"num_hidden_layers": 1})
     with pytest.raises(ValueError, match=r"layers\.1\..*where Qwen3Moe.* has no experts"):
-        adapter.merge(other, directory, tmp_path / "merged")
+        adapters.merge(other, directory, tmp_path / "merged")
     sizes = cases.checkpoint(tmp_path / "sizes", moe_intermediate_size=I)
     with pytest.raises(ValueError, match="trained on another model"):
-        adapter.merge(sizes, directory, tmp_path / "merged")
+        adapters.merge(sizes, directory, tmp_path / "merged")
     assert not (tmp_path / "merged").exists()
     (tmp_path / "merged").mkdir()
     with pytest.raises(ValueError, match="exists; give a directory that does not"):
-        adapter.merge(path, directory, tmp_path / "merged")
+        adapters.merge(path, directory, tmp_path / "merged")
     with pytest.raises(FileNotFoundError, match=r"has no model.safetensors and no"):
-        adapter.merge(directory.parent / "merged", directory, tmp_path / "m2")
+        adapters.merge(directory.parent / "merged", directory, tmp_path / "m2")
 
 
 def test_merge_into_fused_checkpoints(reference, tmp_path):
@@ -409,7 +409,7 @@ def test_merge_into_fused_checkpoints(reference, tmp_path):
     state = {k: v.contiguous().clone() for k, v in stock.state_dict().items()}
     safetensors.torch.save_file(state, fused / "model.safetensors", metadata={"format": "pt"})
     (fused / "config.json").write_text((path / "config.json").read_text())
-    adapter.merge(fused, _write(tmp_path / "adapter", data), tmp_path / "merged")
+    adapters.merge(fused, _write(tmp_path / "adapter", data), tmp_path / "merged")
     merged = safetensors.torch.load_file(tmp_path / "merged" / "model.safetensors")
     want = _dense_by_hand(stock, data).state_dict()
     assert all(torch.allclose(merged[k], want[k], atol=1e-5) for k in want)

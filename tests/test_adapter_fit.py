@@ -17,8 +17,8 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from kt_core import adapter, hf
-from kt_core.adapter_format import CONFIG_FILE, WEIGHTS_FILE, parse_adapter, read_adapter
+from kt_core import adapters, hf
+from kt_core.adapters.peft_format import CONFIG_FILE, WEIGHTS_FILE, parse_adapter, read_adapter
 
 FAMILIES = ("qwen3_moe", "mixtral", "olmoe", "deepseek_v3")
 
@@ -53,14 +53,14 @@ def _sentences(path, model, trained, directory, out) -> list[str]:
     """What each way of using the adapter says against it."""
     said = []
     for act in (
-        lambda: adapter.load_adapter(model, directory, "a"),
-        lambda: adapter.merge(path, directory, out),
+        lambda: adapters.load_adapter(model, directory, "a"),
+        lambda: adapters.merge(path, directory, out),
         lambda: PeftModel.from_pretrained(trained, directory),
     ):
         with pytest.raises(ValueError) as caught:
             act()
         said.append(str(caught.value))
-    assert adapter.adapters(model) == [] and not out.exists()
+    assert adapters.adapters(model) == [] and not out.exists()
     return said
 
 
@@ -86,9 +86,9 @@ def test_a_foreign_file_with_a_gap(lost, family, tmp_path):
 
 def test_a_whole_foreign_file_is_taken_everywhere(family, tmp_path):
     path, model, _, foreign = family
-    adapter.load_adapter(model, foreign, "a")
-    adapter.unload_adapter(model, "a")
-    adapter.merge(path, foreign, tmp_path / "merged")
+    adapters.load_adapter(model, foreign, "a")
+    adapters.unload_adapter(model, "a")
+    adapters.merge(path, foreign, tmp_path / "merged")
     read = read_adapter(foreign)
     assert not read.whole
     PeftModel.from_pretrained(cases.load(path), foreign)
@@ -114,9 +114,9 @@ def test_targets_with_limits_are_followed(family, tmp_path):
             said = _sentences(path, model, trained, directory, tmp_path / "merged")
             assert len(set(said)) == 1 and "o_proj" in said[0]
         else:
-            adapter.load_adapter(model, directory, "a")
-            adapter.unload_adapter(model, "a")
-            adapter.merge(path, directory, tmp_path / f"merged {name}")
+            adapters.load_adapter(model, directory, "a")
+            adapters.unload_adapter(model, "a")
+            adapters.merge(path, directory, tmp_path / f"merged {name}")
 
 
 def test_an_adapter_of_some_experts(family, tmp_path):
@@ -146,12 +146,12 @@ def test_an_adapter_of_some_experts(family, tmp_path):
         cases.use("reference", patch)
         model = hf.load_model(path, format="bf16", dtype=torch.float32)
         assert (cases.logits(model, ids) - want).norm() > 1e-3 * want.norm()
-        adapter.load_adapter(model, directory, "a")
-        with adapter.adapter(model, "a"):
+        adapters.load_adapter(model, directory, "a")
+        with adapters.adapter(model, "a"):
             assert (cases.logits(model, ids) - want).norm() < 2e-6 * want.norm()
         tuned = PeftModel.from_pretrained(cases.load(path), directory)
         assert (cases.logits(tuned, ids) - want).norm() < 2e-6 * want.norm()
-    adapter.merge(path, directory, tmp_path / "merged")
+    adapters.merge(path, directory, tmp_path / "merged")
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
     assert (cases.logits(merged, ids) - want).norm() < 2e-6 * want.norm()
 
@@ -244,9 +244,9 @@ def test_pissa_end_to_end(tmp_path):
     tuned.save_pretrained(
         tmp_path / "converted", path_initial_model_for_weight_conversion=str(tmp_path / "start")
     )
-    adapter.load_adapter(model, tmp_path / "converted", "a")
-    with adapter.adapter(model, "a"):
+    adapters.load_adapter(model, tmp_path / "converted", "a")
+    with adapters.adapter(model, "a"):
         assert (cases.logits(model, ids) - want).norm() < 1e-5 * want.norm()
-    adapter.merge(path, tmp_path / "converted", tmp_path / "merged")
+    adapters.merge(path, tmp_path / "converted", tmp_path / "merged")
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
     assert (cases.logits(merged, ids) - want).norm() < 1e-5 * want.norm()

@@ -10,7 +10,7 @@ import lf_cases
 import pytest
 from huggingface_hub import ModelCard
 
-from kt_sft.callback import STATS_FILE
+from kt_sft.report.stats import STATS_FILE
 
 
 @pytest.fixture(scope="module")

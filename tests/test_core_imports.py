@@ -33,7 +33,8 @@ def test_loading_a_model_imports_neither_kt_sft_nor_peft(tmp_path):
 import sys
 import models
 from kt_core import hf
-from kt_core import checkpoint, dialect, memory, module, packing, runtime, store
+from kt_core import module, runtime
+from kt_core.loading import checkpoint, dialect, memory, packed_file, packing
 hf.load_model(models.build("mixtral", sys.argv[1]))
 loaded = {name.split(".")[0] for name in sys.modules}
 assert "transformers" in loaded

@@ -1,6 +1,6 @@
 """One expert copy per host, shared by its ranks, and each rank's share of the CPUs.
 
-The ranks are processes of their own that talk over gloo; a "host" is what `dist.host_identity`
+The ranks are processes of their own that talk over gloo; a "host" is what `host.host_identity`
 says, so that several can be had on one machine.
 """
 
@@ -24,9 +24,10 @@ import torch
 import transformers
 from rank_group import RankGroup
 
-from kt_core import checkpoint, shared
-from kt_sft import dist, plugin
+from kt_core.loading import checkpoint, shared
+from kt_sft import plugin
 from kt_sft.config import KTConfig
+from kt_sft.ranks import host
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +120,7 @@ def test_ranks_divide_the_cpus(path, two_ranks):
 
 
 def _rank(number, cpus, allowed=None):
-    return dist.Rank(number, "a", "host", 1, frozenset(cpus), allowed or len(cpus))
+    return host.Rank(number, "a", "host", 1, frozenset(cpus), allowed or len(cpus))
 
 
 @pytest.mark.parametrize(
@@ -136,7 +137,7 @@ def _rank(number, cpus, allowed=None):
 )
 def test_share_of_cpus(masks, allowed, shares):
     ranks = [_rank(i, cpus, allowed) for i, cpus in enumerate(masks)]
-    assert [dist.share_of_cpus(r, ranks) for r in ranks] == shares
+    assert [host.share_of_cpus(r, ranks) for r in ranks] == shares
 
 
 def test_the_memory_of_two_ranks_is_that_of_one_copy(tmp_path, two_ranks):
@@ -223,7 +224,7 @@ def test_a_killed_first_rank_leaves_nothing_behind():
     """kill -9 of the process that packed: the other keeps its mapping, and no file remains."""
     script = (
         "import os, pickle, sys, time\n"
-        "from kt_core import shared\n"
+        "from kt_core.loading import shared\n"
         "layers = shared.SharedLayers([1 << 20])\n"
         "layers.writable(0)[:5] = b'alive'\n"
         "layers.seal()\n"

@@ -13,10 +13,10 @@ import lf_cases  # noqa: F401 - installs the hooks
 import pytest
 import yaml
 
-from kt_sft import step_log
-from kt_sft.callback import STATS_FILE
 from kt_sft.config import KTConfig
-from kt_sft.trainer_log import KEYS
+from kt_sft.report import step_log
+from kt_sft.report.stats import STATS_FILE
+from kt_sft.report.trainer_log import KEYS
 
 ROOT = Path(__file__).parents[1]
 

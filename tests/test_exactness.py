@@ -17,7 +17,7 @@ import sft_cases as cases
 import torch
 from transformers import AutoModelForCausalLM
 
-from kt_core.adapter_format import WEIGHTS_FILE
+from kt_core.adapters.peft_format import WEIGHTS_FILE
 
 BARS = {"reference": 1e-5, "kernels": 1e-3}
 SAMPLES = 8

@@ -12,8 +12,8 @@ import models
 import pytest
 import yaml
 
-from kt_core.adapter_format import read_adapter
-from kt_sft.stages import STAGES
+from kt_core.adapters.peft_format import read_adapter
+from kt_sft.llamafactory.stages import STAGES
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPES = sorted((ROOT / "examples").glob("*.yaml"))

@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from kt_core import adapter, hf
-from kt_core.adapter_format import CONFIG_FILE, WEIGHTS_FILE, read_adapter
+from kt_core import adapters, hf
+from kt_core.adapters.peft_format import CONFIG_FILE, WEIGHTS_FILE, read_adapter
 
 
 @pytest.fixture(scope="module")
@@ -47,8 +47,8 @@ def _export(root, directory, name, **changes):
 
 def _with_adapter(root, directory, ids):
     model = hf.load_model(root / "model", format="bf16")
-    adapter.load_adapter(model, directory, "a")
-    with adapter.adapter(model, "a"):
+    adapters.load_adapter(model, directory, "a")
+    with adapters.adapter(model, "a"):
         return cases.logits(model, ids)
 
 
@@ -80,7 +80,7 @@ def test_fused_layout_through_llamafactory(root, tuned):
 
 
 def test_a_fused_file_that_was_changed(root, tmp_path, tuned):
-    from kt_core.adapter_config import write_adapter
+    from kt_core.adapters.peft_config import write_adapter
 
     data = read_adapter(tuned)
     write_adapter(tmp_path, data, model_type="qwen3_moe", linear_paths=[], layout="fused")
@@ -271,7 +271,7 @@ def test_only_what_describes_the_merged_model_is_copied(root, tuned, tmp_path):
     for name in (*kept, *dropped):
         (base / name).parent.mkdir(exist_ok=True)
         (base / name).write_text((kept | old).get(name, "old weights"))
-    adapter.merge(base, tuned, tmp_path / "merged")
+    adapters.merge(base, tuned, tmp_path / "merged")
     there = {
         f.relative_to(tmp_path / "merged").as_posix() for f in (tmp_path / "merged").rglob("*")
     }
@@ -282,7 +282,7 @@ def test_only_what_describes_the_merged_model_is_copied(root, tuned, tmp_path):
     (base / "config.json").write_text(
         json.dumps(config | {"auto_map": {"AutoTokenizer": "modeling_mine.Mine"}})
     )
-    adapter.merge(base, tuned, tmp_path / "code")
+    adapters.merge(base, tuned, tmp_path / "code")
     assert (tmp_path / "code" / "modeling_mine.py").is_file()
 
 
@@ -318,12 +318,12 @@ def test_exports_that_are_refused(changes, message, root, tuned):
 
 def test_f1_an_interrupted_replacement_leaves_nothing_that_loads(tmp_path, monkeypatch):
     """New weights beside an old config would load and be wrong."""
-    from kt_sft import peft_io
+    from kt_sft.lora import adapter_io
 
     path = cases.checkpoint(tmp_path)
     model = cases.adapted(cases.load(path))
     model.save_pretrained(tmp_path / "adapter")
-    replace, done = peft_io.os.replace, []
+    replace, done = adapter_io.os.replace, []
 
     def interrupted(source, target):
         if done:
@@ -331,7 +331,7 @@ def test_f1_an_interrupted_replacement_leaves_nothing_that_loads(tmp_path, monke
         done.append(target)
         replace(source, target)
 
-    monkeypatch.setattr(peft_io.os, "replace", interrupted)
+    monkeypatch.setattr(adapter_io.os, "replace", interrupted)
     with pytest.raises(KeyboardInterrupt):
         model.save_pretrained(tmp_path / "adapter")
     with pytest.raises(FileNotFoundError, match=f"has no {CONFIG_FILE}"):

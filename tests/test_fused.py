@@ -14,7 +14,7 @@ import torch
 import transformers
 from torch import nn
 
-from kt_sft import fused
+from kt_sft.cpu import dense_ops
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def calls(monkeypatch):
     """How often each of the functions was used."""
     found = {}
     for name in ("_Norm", "_Rotate", "_Lora"):
-        function = getattr(fused, name)
+        function = getattr(dense_ops, name)
 
         def counted(ctx, *args, original=function.forward, name=name):
             found[name] = found.get(name, 0) + 1
@@ -81,9 +81,9 @@ def test_outputs_and_gradients_are_those_of_stock(plain, calls, family):
     ids = tokens(model)
     exact = results(copy.deepcopy(model).double(), ids)
     stock = results(model, ids)
-    fused.use(model)
+    dense_ops.use(model)
     assert type(model.get_base_model().model.norm).__name__.endswith("RMSNorm")
-    fused.use(model)  # again is harmless
+    dense_ops.use(model)  # again is harmless
     calls.clear()
     got = results(model, ids)
     assert calls["_Norm"] >= 5 and calls["_Lora"] >= 6
@@ -126,7 +126,7 @@ def test_stock_code_runs_where_it_does_more(plain, calls, case):
             return model(input_ids=ids).logits
 
     want = outputs()
-    fused.use(model)
+    dense_ops.use(model)
     calls.clear()
     got = outputs()
     linears = sum(isinstance(m, peft.tuners.lora.layer.Linear) for m in model.modules())
@@ -143,7 +143,7 @@ def test_other_models_of_the_process_keep_their_code(plain, calls):
     ours, other = plain(), plain()
     ids = tokens(other)
     want = other(input_ids=ids).logits
-    fused.use(ours)
+    dense_ops.use(ours)
     calls.clear()
     assert torch.equal(other(input_ids=ids).logits, want) and not calls
     ours(input_ids=ids)
@@ -153,7 +153,7 @@ def test_other_models_of_the_process_keep_their_code(plain, calls):
 def test_a_copy_is_independent(plain):
     """The reference model of preference training is one."""
     model = plain()
-    fused.use(model)
+    dense_ops.use(model)
     twin = copy.deepcopy(model)
     ids = tokens(model)
     want = model(input_ids=ids).logits
@@ -177,13 +177,13 @@ class OtherRMSNorm(nn.Module):
 
 def test_other_formulas_are_left_alone(plain):
     model = nn.ModuleList([OtherRMSNorm()])
-    fused.use(model)
+    dense_ops.use(model)
     assert type(model[0]) is OtherRMSNorm
     deepseek = plain("deepseek_v3")
     modeling = sys.modules[type(deepseek.get_base_model()).__module__]
     before = modeling.apply_rotary_pos_emb
-    fused.use(deepseek)
-    assert (modeling.apply_rotary_pos_emb is before) == (not fused._is_rotary(before))
+    dense_ops.use(deepseek)
+    assert (modeling.apply_rotary_pos_emb is before) == (not dense_ops._is_rotary(before))
 
 
 def test_gradients_are_the_derivatives():
@@ -193,12 +193,16 @@ def test_gradients_are_the_derivatives():
         return torch.randn(*shape, dtype=torch.double, requires_grad=True)
 
     frozen = torch.randn(8, dtype=torch.double)
-    assert torch.autograd.gradcheck(lambda x: fused._Norm.apply(x, frozen, 1e-6), (rand(2, 3, 8),))
+    assert torch.autograd.gradcheck(
+        lambda x: dense_ops._Norm.apply(x, frozen, 1e-6), (rand(2, 3, 8),)
+    )
     cos, sin = torch.randn(2, 1, 3, 8, dtype=torch.double)
-    assert torch.autograd.gradcheck(lambda x: fused._Rotate.apply(x, cos, sin), (rand(2, 3, 8),))
+    assert torch.autograd.gradcheck(
+        lambda x: dense_ops._Rotate.apply(x, cos, sin), (rand(2, 3, 8),)
+    )
     w, bias = torch.randn(5, 8, dtype=torch.double), torch.randn(5, dtype=torch.double)
     for b in (None, bias):
         assert torch.autograd.gradcheck(
-            lambda x, a, up, b=b: fused._Lora.apply(x, w, b, a, up, 0.7),
+            lambda x, a, up, b=b: dense_ops._Lora.apply(x, w, b, a, up, 0.7),
             (rand(2, 3, 8), rand(4, 8), rand(5, 4)),
         )

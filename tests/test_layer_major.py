@@ -18,9 +18,9 @@ import torch
 import transformers
 
 from kt_core import experts as core
-from kt_core import memory
-from kt_core.adapter_format import WEIGHTS_FILE
-from kt_sft import layer_major
+from kt_core.adapters.peft_format import WEIGHTS_FILE
+from kt_core.loading import memory
+from kt_sft.run import layer_major
 
 ACCUMULATION, STEPS, LAYERS = 4, 5, 2
 

@@ -6,7 +6,7 @@ import lf_cases
 import pytest
 import torch
 
-from kt_sft import callback
+from kt_sft.report import stats
 
 
 @pytest.fixture(scope="module")
@@ -17,7 +17,7 @@ def root(tmp_path_factory):
 @pytest.fixture
 def unloaded(monkeypatch):
     """Fails the test if a model is loaded."""
-    import llamafactory.train.sft.workflow as workflow
+    import seam.train.sft.workflow as workflow
 
     def load_model(*args, **kw):
         raise AssertionError("a model was loaded")
@@ -123,7 +123,8 @@ def test_a_target_that_matches_nothing(root):
 def test_resume_under_fsdp_with_an_accelerate_that_loses_tensors(root, monkeypatch):
     import accelerate
 
-    from kt_sft import llamafactory, resume
+    from kt_sft.llamafactory import seam
+    from kt_sft.run import interruption
 
     class Arguments:
         resume_from_checkpoint, fsdp, adapter_name_or_path = (
@@ -133,13 +134,13 @@ def test_resume_under_fsdp_with_an_accelerate_that_loses_tensors(root, monkeypat
         )
         world_size = 2
 
-    monkeypatch.setattr(resume, "check_resumable", lambda checkpoint, world_size: None)
+    monkeypatch.setattr(interruption, "check_resumable", lambda checkpoint, world_size: None)
 
     monkeypatch.setattr(accelerate, "__version__", "1.15.0")
-    llamafactory._check_resume(Arguments, Arguments)
+    seam._check_resume(Arguments, Arguments)
     monkeypatch.setattr(accelerate, "__version__", "1.14.0")
     with pytest.raises(ValueError, match="set adapter_name_or_path: out/checkpoint-2 beside"):
-        llamafactory._check_resume(Arguments, Arguments)
+        seam._check_resume(Arguments, Arguments)
 
 
 @pytest.mark.parametrize("order", [1, -1])
@@ -153,13 +154,13 @@ def test_gradients_that_are_not_finite_stop_the_run(order):
     for parameter in model["mlp"].parameters():
         parameter.grad = torch.ones_like(parameter)
     with pytest.raises(RuntimeError, match="adapter's attention parameters are NaN or Inf"):
-        callback.check_gradients(model)
-    callback.check_gradients(model, overflow=True)
+        stats.check_gradients(model)
+    stats.check_gradients(model, overflow=True)
 
 
 def test_gradients_that_are_all_zero_stop_the_run(root, monkeypatch):
     """F5: a part of the adapter that gets no gradient at the first step would never learn."""
-    check = callback.check_gradients
+    check = stats.check_gradients
 
     def zeroed(model, **kw):
         for name, parameter in model.named_parameters():
@@ -167,7 +168,7 @@ def test_gradients_that_are_all_zero_stop_the_run(root, monkeypatch):
                 parameter.grad.zero_()
         check(model, **kw)
 
-    monkeypatch.setattr(callback, "check_gradients", zeroed)
+    monkeypatch.setattr(stats, "check_gradients", zeroed)
     with pytest.raises(
         RuntimeError, match="gradients of the adapter's experts parameters are zero"
     ):
@@ -175,7 +176,7 @@ def test_gradients_that_are_all_zero_stop_the_run(root, monkeypatch):
 
 
 def test_an_optimizer_that_holds_other_parameters_stops_the_run(root, monkeypatch):
-    monkeypatch.setattr(callback, "_optimizer_parameters", lambda optimizer: 17)
+    monkeypatch.setattr(stats, "_optimizer_parameters", lambda optimizer: 17)
     with pytest.raises(
         RuntimeError, match=r"the optimizer holds 17 parameters but .* trains 23,552"
     ):
@@ -183,11 +184,11 @@ def test_an_optimizer_that_holds_other_parameters_stops_the_run(root, monkeypatc
 
 
 def test_several_gpus_in_one_process_are_not_data_parallel(root):
-    from llamafactory.hparams import get_train_args
+    from seam.hparams import get_train_args
 
-    from kt_sft import llamafactory
+    from kt_sft.llamafactory import seam
 
     model_args, _, training_args, finetuning_args, _ = get_train_args(lf_cases.arguments(root, "x"))
     training_args._n_gpu = 2
-    llamafactory.check_run(model_args, training_args, finetuning_args)
+    seam.check_run(model_args, training_args, finetuning_args)
     assert training_args.n_gpu == 1

@@ -10,11 +10,11 @@ import pytest
 import safetensors.torch
 import torch
 
-from kt_core import adapter, hf, runtime
-from kt_core.adapter_format import CONFIG_FILE, WEIGHTS_FILE, read_adapter
+from kt_core import adapters, hf, runtime
+from kt_core.adapters.peft_format import CONFIG_FILE, WEIGHTS_FILE, read_adapter
 from kt_core.module import KTExpertsLinear
-from kt_sft import callback
-from kt_sft.callback import STATS_FILE
+from kt_sft.report import stats
+from kt_sft.report.stats import STATS_FILE
 
 
 @pytest.fixture(scope="module")
@@ -45,10 +45,10 @@ def test_the_command_that_users_type(root):
     assert (out / "training_loss.png").exists() and (out / "trainer_log.jsonl").exists()
     model = hf.load_model(root / "model")
     ids = torch.arange(3, 23)[None]
-    adapter.load_adapter(model, out, "tuned")
+    adapters.load_adapter(model, out, "tuned")
     with torch.no_grad():
         base = model(input_ids=ids).logits
-        with adapter.adapter(model, "tuned"):
+        with adapters.adapter(model, "tuned"):
             assert (model(input_ids=ids).logits - base).abs().max() > 0
 
 
@@ -65,12 +65,12 @@ def test_bad_input_ends_the_command_with_one_sentence(root):
 def test_a_defect_keeps_its_traceback(monkeypatch, capsys):
     import sys
 
-    from kt_sft import llamafactory
+    from kt_sft.llamafactory import seam
 
     seen = []
     monkeypatch.setattr(sys, "excepthook", lambda *error: seen.append(error[1]))
-    llamafactory._print_sentences()
-    llamafactory._print_sentences()  # once is enough
+    seam._print_sentences()
+    seam._print_sentences()  # once is enough
     theirs, ours = KeyError("a defect"), ValueError("elsewhere")
     for error in (theirs, ours):
         sys.excepthook(type(error), error, error.__traceback__)
@@ -170,7 +170,7 @@ def test_an_adapter_to_start_from(root):
 
 def test_format_and_group_change_what_is_stored(root, monkeypatch):
     kept = {}
-    monkeypatch.setattr(callback.KTCallback, "on_train_begin", _remember_experts(kept))
+    monkeypatch.setattr(stats.KTCallback, "on_train_begin", _remember_experts(kept))
     for key, config in (
         ("bf16", {"format": "bf16"}),
         ("int8", {"format": "int8"}),

@@ -16,8 +16,8 @@ import torch
 from transformers import HfArgumentParser
 
 from kt_core.module import KTExpertsLinear
-from kt_sft import llamafactory, stages
-from kt_sft.lora import KTExpertsLoraLinear
+from kt_sft.llamafactory import seam, stages
+from kt_sft.lora.layer import KTExpertsLoraLinear
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def _infer(root, **changes):
 
 @pytest.mark.parametrize("as_words", [False, True], ids=["mapping", "command line"])
 def test_inference_is_parsed_with_and_without_use_kt(as_words, root):
-    from llamafactory.hparams import get_infer_args
+    from seam.hparams import get_infer_args
 
     for use_kt, config in ((None, None), (True, '{"format": "bf16"}')):
         args = _infer(root, use_kt=use_kt, kt_config=config)
@@ -65,7 +65,7 @@ def theirs():
 
 
 def _parser_module(theirs):
-    from llamafactory.hparams import parser
+    from seam.hparams import parser
 
     module = ModuleType("parser")
     module.ModelArguments = parser.ModelArguments
@@ -79,7 +79,7 @@ def test_an_option_that_theirs_has_too_is_parsed_once(root, theirs):
     module = _parser_module(theirs)
     with pytest.raises(Exception, match="conflicting option string"):  # what users saw
         HfArgumentParser(module._INFER_ARGS)
-    llamafactory._one_option_each(module)
+    seam._one_option_each(module)
     words = ["--model_name_or_path", str(root / "model"), "--warmup", "5"]
     for kinds in (module._INFER_ARGS, module._TRAIN_ARGS):
         for given, expected in (([], None), (["--kt_config", "{}"], "{}")):
@@ -107,12 +107,12 @@ def test_arguments_are_copied_where_use_kt_is_hidden():
 
     module = ModuleType("model_args")
     module.ModelArguments = ModelArguments
-    llamafactory.adapt_model_args(module)
+    seam.adapt_model_args(module)
     args = module.ModelArguments(use_kt=True, kt_cpu_activation="retain")
     with stages.as_stock(args):
         copy = dataclasses.replace(args)
         assert (copy.use_kt, copy.kt_cpu_activation) == (False, "retain")
-    assert args.use_kt and llamafactory.kt_config_of(args).activation == "retain"
+    assert args.use_kt and seam.kt_config_of(args).activation == "retain"
     with pytest.raises(ValueError, match="only valid when use_kt"):
         module.ModelArguments(kt_cpu_activation="retain")
 
@@ -123,14 +123,14 @@ OTHERS = {"_parse_train_mca_args": "USE_MCA", "_parse_train_mbridge_args": "USE_
 @pytest.mark.parametrize("name", OTHERS)
 def test_runs_that_another_library_trains_are_refused(name, monkeypatch):
     """They have parsers of their own, so none of our checks would see them."""
-    from llamafactory.hparams import parser
+    from seam.hparams import parser
 
     module = ModuleType("parser")
     vars(module).update({k: v for k, v in vars(parser).items() if k[:2] != "__"})
     model_args = SimpleNamespace(use_kt=True, kt_config=None, kt_cpu_activation=None)
     model_args.kt_layer_major = None
     setattr(module, name, lambda args=None: (model_args, "rest"))
-    llamafactory.adapt_parser(module)
+    seam.adapt_parser(module)
     parse = vars(module)[name]
     with pytest.raises(ValueError, match=f"{OTHERS[name]}=1 trains with .* unset that variable"):
         parse()
@@ -154,7 +154,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("key", REFUSED)
 def test_an_option_that_has_no_effect_is_refused_at_inference_too(key, root):
-    from llamafactory.hparams import get_infer_args
+    from seam.hparams import get_infer_args
 
     with pytest.raises(ValueError, match=f"{key}=.* is not supported with use_kt; "):
         get_infer_args(_infer(root, **{key: REFUSED[key]}))
@@ -188,8 +188,8 @@ def test_llamafactory_loads_as_stock(trained, root, tuned, monkeypatch):
     and warns that kt-kernel is too old. The adapter of a frozen model is in fp32 like that of a
     trained one and stays beside the weights.
     """
-    import llamafactory.model.loader as loader
-    from llamafactory.hparams import ModelArguments, get_infer_args
+    import seam.model.loader as loader
+    from seam.hparams import ModelArguments, get_infer_args
 
     seen = []
 

@@ -23,8 +23,9 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from kt_core import checkpoint, experts, hf
-from kt_core.layout import find_experts
+from kt_core import experts, hf
+from kt_core.loading import checkpoint
+from kt_core.loading.experts_contract import find_experts
 from kt_core.module import KTExpertsLinear
 
 IDS = torch.randint(3, 120, (2, 48), generator=torch.Generator().manual_seed(1))

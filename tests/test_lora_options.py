@@ -17,8 +17,8 @@ from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import config as lora_config
 from transformers import AutoModelForCausalLM
 
-from kt_core import adapter, hf
-from kt_sft import dry_run, lora, peft_io
+from kt_core import adapters, hf
+from kt_sft.lora import adapter_io, dry_run, layer
 
 QV = ["q_proj", "v_proj"]
 BOTH = {"modules_to_save": ["embed_tokens", "lm_head"]}
@@ -139,7 +139,7 @@ def test_every_field_of_the_installed_loraconfig_is_looked_at():
     }
     unknown = FIELDS - seen - set(REFUSED) - OTHER
     assert not unknown, f"unknown option {unknown}: supported, refused or no effect?"
-    checked = {*lora._KNOWN, *lora._DENSE_ONLY, *lora._REFUSED}
+    checked = {*layer._KNOWN, *layer._DENSE_ONLY, *layer._REFUSED}
     variants = {f.name for f in dataclasses.fields(LoraConfig) if "is_lora_variant" in f.metadata}
     assert checked | variants >= FIELDS
 
@@ -150,9 +150,9 @@ def test_an_option_of_a_later_peft_is_refused_where_it_is_set(experts):
     class Later(LoraConfig):
         a_later_option: int = 3
 
-    lora.check_supported(Later(), experts=experts)
+    layer.check_supported(Later(), experts=experts)
     with pytest.raises(ValueError, match="a_later_option=4 of peft .* is not known beside experts"):
-        lora.check_supported(Later(a_later_option=4), experts=experts)
+        layer.check_supported(Later(a_later_option=4), experts=experts)
 
 
 @pytest.mark.parametrize(
@@ -212,9 +212,9 @@ def test_what_only_stock_peft_applies_is_neither_served_nor_merged(name, paths, 
     tuned.save_pretrained(tmp_path / "adapter")
     message = f"was trained with {next(iter(lora))}=True, which only stock PEFT applies"
     with pytest.raises(ValueError, match=message):
-        adapter.load_adapter(hf.load_model(path), tmp_path / "adapter", "a")
+        adapters.load_adapter(hf.load_model(path), tmp_path / "adapter", "a")
     with pytest.raises(ValueError, match=message):
-        adapter.merge(path, tmp_path / "adapter", tmp_path / "merged")
+        adapters.merge(path, tmp_path / "adapter", tmp_path / "merged")
 
 
 # ------------------------------------------------------------------------------------- the dry run
@@ -226,12 +226,12 @@ def _made(path, targets=("q_proj", "experts"), **lora):
 
 def _with(monkeypatch, change) -> None:
     """peft of a later version, whose state dict of an adapter is changed by `change`."""
-    original = peft_io.get_peft_model_state_dict
+    original = adapter_io.get_peft_model_state_dict
 
     def later(model, *args, **kw):
         return change(original(model, *args, **kw))
 
-    monkeypatch.setattr(peft_io, "get_peft_model_state_dict", later)
+    monkeypatch.setattr(adapter_io, "get_peft_model_state_dict", later)
 
 
 def test_a_kind_of_tensor_that_nobody_knows_ends_the_run_at_once(paths, monkeypatch):

@@ -9,7 +9,7 @@ import sft_cases as cases
 import torch
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from kt_sft import loss
+from kt_sft.cpu import loss
 
 
 def _both(logits, labels, **more):

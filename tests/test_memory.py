@@ -18,7 +18,8 @@ import models
 import pytest
 import slow_experts
 
-from kt_core import hf, memory
+from kt_core import hf
+from kt_core.loading import memory
 
 GIB = 1 << 30
 
@@ -258,7 +259,7 @@ def test_peak_of_anonymous_memory_at_600_mb(format, tmp_path):
 _HEAP = """
 import ctypes, sys
 from pathlib import Path
-from kt_core import memory
+from kt_core.loading import memory
 c = ctypes.CDLL(None)
 c.malloc.restype, c.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
 c.free.argtypes = [ctypes.c_void_p]

@@ -17,7 +17,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from kt_core import adapter, hf
+from kt_core import adapters, hf
 
 # (LoraConfig, rows of the vocabulary if resized, what keeps the server from serving it)
 CASES = {
@@ -180,15 +180,15 @@ def test_serving_and_merging_what_stock_peft_wrote(family, tied, name, written, 
     plain = cases.logits(model, ids)
     assert plain.shape != want.shape or (plain - want).norm() > 0.02 * want.norm()
     if refused is None:
-        adapter.load_adapter(model, directory, "a")
-        with adapter.adapter(model, "a"):
+        adapters.load_adapter(model, directory, "a")
+        with adapters.adapter(model, "a"):
             assert _close(cases.logits(model, ids), want)
-        adapter.unload_adapter(model, "a")
+        adapters.unload_adapter(model, "a")
         assert torch.equal(cases.logits(model, ids), plain)
     else:
         with pytest.raises(ValueError, match=refused):
-            adapter.load_adapter(model, directory, "a")
-    adapter.merge(base, directory, tmp_path / "merged")
+            adapters.load_adapter(model, directory, "a")
+    adapters.merge(base, directory, tmp_path / "merged")
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
     assert _close(cases.logits(merged, ids), want)
     untied = not tied or name in UNTIED
@@ -210,7 +210,7 @@ def test_stock_says_the_same_of_tied_models(written, tmp_path):
         PeftModel.from_pretrained(stock, directory).merge_and_unload().save_pretrained(
             tmp_path / f"stock {name}"
         )
-        adapter.merge(base, directory, tmp_path / name)
+        adapters.merge(base, directory, tmp_path / name)
         ours, theirs = (
             json.loads((tmp_path / d / "config.json").read_text()) for d in (name, f"stock {name}")
         )
@@ -228,7 +228,7 @@ def test_untying_over_shards_keeps_the_index(written, tmp_path):
     base, directory = written["shards"]
     for dtype in (torch.bfloat16, None):
         out = tmp_path / f"merged {dtype}"
-        adapter.merge(base, directory, out, dtype=dtype)
+        adapters.merge(base, directory, out, dtype=dtype)
         index = json.loads((out / "model.safetensors.index.json").read_text())
         stored = {f.name: load_file(f) for f in out.glob("*.safetensors")}
         assert index["weight_map"] == {k: f for f, tensors in stored.items() for k in tensors}
@@ -249,7 +249,7 @@ def test_a_checkpoint_that_stores_the_tied_head_too(written, tmp_path):
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
         save_file(tensors, both / "model.safetensors", metadata={"format": "pt"})
         (both / "config.json").write_text((base / "config.json").read_text())
-        adapter.merge(both, directory, tmp_path / name)
+        adapters.merge(both, directory, tmp_path / name)
         merged = AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float32)
         want = torch.load(f"{directory}.pt")
         assert _close(cases.logits(merged, cases.token_ids()), want)
@@ -265,14 +265,14 @@ def test_what_peft_trains_but_does_not_save(written, served, tmp_path):
         base, directory = written[name]
         said = []
         for act in (
-            lambda: adapter.load_adapter(served[base], directory, "a"),  # noqa: B023
-            lambda: adapter.merge(base, directory, tmp_path / "merged"),  # noqa: B023
+            lambda: adapters.load_adapter(served[base], directory, "a"),  # noqa: B023
+            lambda: adapters.merge(base, directory, tmp_path / "merged"),  # noqa: B023
         ):
             with pytest.raises(ValueError, match=message) as caught:
                 act()
             said.append(str(caught.value))
         assert said[0] == said[1]
-    adapter.merge(*written["lora_only without biases"], tmp_path / "merged")
+    adapters.merge(*written["lora_only without biases"], tmp_path / "merged")
 
 
 def test_a_head_that_is_not_the_bases(written, served):
@@ -290,8 +290,8 @@ def test_a_head_that_is_not_the_bases(written, served):
     stock = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     want = cases.logits(PeftModel.from_pretrained(stock, other), cases.token_ids())
     assert (want - torch.load(f"{directory}.pt")).norm() > 0.1 * want.norm()
-    adapter.load_adapter(served[base], other, "other")
-    with adapter.adapter(served[base], "other"):
+    adapters.load_adapter(served[base], other, "other")
+    with adapters.adapter(served[base], "other"):
         assert _close(cases.logits(served[base], cases.token_ids()), want)
 
 
@@ -304,6 +304,6 @@ def test_attention_of_a_family_whose_experts_we_refuse(tmp_path):
     cases.randomise(tuned, 0.1)
     tuned.save_pretrained(tmp_path / "adapter")
     want, ids = cases.logits(tuned, cases.token_ids()), cases.token_ids()
-    adapter.merge(path, tmp_path / "adapter", tmp_path / "merged")
+    adapters.merge(path, tmp_path / "adapter", tmp_path / "merged")
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
     assert _close(cases.logits(merged, ids), want)

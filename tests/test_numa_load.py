@@ -15,7 +15,8 @@ import pytest
 import torch
 from test_numa import policies
 
-from kt_core import _kt, experts, hf, numa, runtime, shared, store
+from kt_core import _kt, experts, hf, runtime
+from kt_core.loading import numa, packed_file, shared
 from kt_core.module import KTExpertsLinear
 
 IDS = torch.randint(3, 120, (2, 48), generator=torch.Generator().manual_seed(1))
@@ -83,7 +84,7 @@ def test_a_packed_file_keeps_its_slices(path, two_nodes, tmp_path):
     direct = logits(load(path))
     on_two = load(path, packed_dir=tmp_path)
     assert torch.equal(logits(on_two), direct)
-    assert store.slices_in(tmp_path / "model-bf16-g0.kt") == SLICES
+    assert packed_file.slices_in(tmp_path / "model-bf16-g0.kt") == SLICES
     layer = next(m for m in on_two.modules() if isinstance(m, KTExpertsLinear)).experts
     assert not layer.packed().readonly  # copied to where its slices belong
     on_one = load(path, packed_dir=tmp_path, numa_nodes=1)
@@ -96,7 +97,7 @@ def test_a_packed_file_keeps_its_slices(path, two_nodes, tmp_path):
 def test_a_packed_file_of_one_slice_on_two_nodes(path, two_nodes, tmp_path, caplog):
     one = logits(load(path, packed_dir=tmp_path, numa_nodes=1))
     file = tmp_path / "model-bf16-g0.kt"
-    assert store.slices_in(file) == 1
+    assert packed_file.slices_in(file) == 1
     match = f"numa_nodes is 2, .* but packed expert file {file} is cut into 1; delete it .* with 2"
     with pytest.raises(ValueError, match=match):
         load(path, packed_dir=tmp_path, numa_nodes=2)
@@ -120,7 +121,7 @@ def test_files_of_the_version_without_slices_are_read(path, tmp_path):
     struct.pack_into("<I", blob, 16, zlib.crc32(old))
     file.write_bytes(blob)
     stamp = file.stat().st_mtime_ns
-    assert store.slices_in(file) == 1
+    assert packed_file.slices_in(file) == 1
     assert torch.equal(logits(load(path, packed_dir=tmp_path)), want)
     assert file.stat().st_mtime_ns == stamp
 

@@ -27,7 +27,7 @@ import torch
 import yaml
 from options import OPTIONS, REFUSED, Case
 
-from kt_sft import stages
+from kt_sft.llamafactory import stages
 
 TESTS = Path(__file__).resolve().parent
 SAME = 2e-5  # relative, of fp32 losses after three steps

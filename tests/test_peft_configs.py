@@ -17,8 +17,8 @@ from peft.tuners.tuners_utils import check_target_module_exists
 from peft.utils.hotswap import hotswap_adapter
 from transformers import AutoModelForCausalLM
 
-from kt_core.adapter_format import expert_names
-from kt_sft.lora import KTExpertsLoraLinear
+from kt_core.adapters.peft_format import expert_names
+from kt_sft.lora.layer import KTExpertsLoraLinear
 
 FAMILIES = ("qwen3_moe", "mixtral")
 
@@ -234,8 +234,8 @@ def test_operations_that_experts_cannot_take_part_in_change_nothing(two, tmp_pat
     want = cases.logits(two, ids)
     state = {n: t.clone() for n, t in two.state_dict().items()}
     for call, message in (
-        (lambda: two.merge_adapter(), "with kt_core.adapter.merge"),
-        (lambda: two.merge_and_unload(), "with kt_core.adapter.merge"),
+        (lambda: two.merge_adapter(), "with kt_core.adapters.merge"),
+        (lambda: two.merge_and_unload(), "with kt_core.adapters.merge"),
         (lambda: two.add_weighted_adapter(["default", "b"], [1, 1], "c"), "'default', which has"),
         (lambda: hotswap_adapter(two, str(tmp_path / "b"), "default"), "model.load_adapter"),
         (lambda: base.add_adapter(LoraConfig(target_modules=["q_proj"])), "get_peft_model"),

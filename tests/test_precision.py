@@ -11,7 +11,7 @@ from test_tiers import MACHINES
 from transformers import TrainerCallback
 
 from kt_core import _kt, runtime
-from kt_sft import fused, precision
+from kt_sft.cpu import dense_ops, precision
 
 BF16_UNITS = {"sapphire_rapids", "zen4", "zen5"}
 
@@ -45,8 +45,8 @@ class _Look(TrainerCallback):
         weight = model.get_base_model().get_input_embeddings().weight
         layer = model.get_base_model().model.layers[0]
         factor = next(p for p in model.parameters() if p.requires_grad)
-        self.fused = isinstance(layer.input_layernorm, fused._RmsNorm)
-        assert self.fused == isinstance(layer.self_attn.q_proj, fused._LoraLinear)
+        self.fused = isinstance(layer.input_layernorm, dense_ops._RmsNorm)
+        assert self.fused == isinstance(layer.self_attn.q_proj, dense_ops._LoraLinear)
         layer.mlp.register_forward_pre_hook(
             lambda module, given: self.found.add((weight.dtype, given[0].dtype, factor.dtype))
         )

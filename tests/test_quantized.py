@@ -13,7 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kt_core import adapter, hf, quantized
+from kt_core import adapters, hf
+from kt_core.loading import quantized
 from kt_core.serve import loading
 from kt_sft import plugin
 
@@ -67,7 +68,7 @@ def readers(path, tmp_path):
         "load_model": lambda: hf.load_model(path),
         "load_for_training": lambda: plugin.load_for_training(str(path)),
         "serve": lambda: loading.check(str(path), None, [], hf.LoadSettings()),
-        "merge": lambda: adapter.merge(path, tmp_path / "no adapter", tmp_path / "merged"),
+        "merge": lambda: adapters.merge(path, tmp_path / "no adapter", tmp_path / "merged"),
     }
 
 

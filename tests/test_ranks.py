@@ -17,7 +17,7 @@ import sft_cases as cases
 import torch
 from rank_group import PATIENCE, RankGroup
 
-from kt_core.adapter_format import read_adapter
+from kt_core.adapters.peft_format import read_adapter
 
 BATCH = 6  # sequences per optimizer step, divided among 1, 2 or 3 ranks
 GROUPS = {2: "two_ranks", 3: "three_ranks"}
@@ -127,13 +127,14 @@ def test_f12_a_rank_that_waits_for_ever_is_ended_too(tmp_path):
     """As under NCCL, whose collectives do not break when a rank dies."""
     script = (
         "import dataclasses, subprocess, sys, time, types\n"
-        "from kt_sft import dist, progress, watch\n"
-        "watch.GRACE_SECONDS = 0.5\n"
+        "from kt_sft.op import position\n"
+        "from kt_sft.ranks import host, peer_watch\n"
+        "peer_watch.GRACE_SECONDS = 0.5\n"
         "peer = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
-        "me = dist.this_rank()\n"
+        "me = host.this_rank()\n"
         "other = dataclasses.replace(me, number=1, pid=peer.pid)\n"
-        "watch._Watcher(me, [other], types.SimpleNamespace(global_step=7)).start()\n"
-        "progress.enter('model.layers.3.mlp.experts', 'forward')\n"
+        "peer_watch._Watcher(me, [other], types.SimpleNamespace(global_step=7)).start()\n"
+        "position.enter('model.layers.3.mlp.experts', 'forward')\n"
         "time.sleep(0.5); peer.kill(); time.sleep(600)\n"
     )
     done = subprocess.run(

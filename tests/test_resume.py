@@ -16,8 +16,9 @@ import safetensors.torch
 import torch
 from transformers import TrainerCallback
 
-from kt_core.adapter_format import WEIGHTS_FILE
-from kt_sft import progress, resume
+from kt_core.adapters.peft_format import WEIGHTS_FILE
+from kt_sft.op import position
+from kt_sft.run import interruption
 
 STEPS = {"save_steps": 1, "save_strategy": "steps", "lora_dropout": 0.1}
 
@@ -106,7 +107,7 @@ def test_a_process_alone_stops_between_two_layers(root, monkeypatch):
     args = lf_cases.arguments(root, "layer", save_strategy="no")
     passes = []
 
-    def enter(layer, direction, original=progress.enter):
+    def enter(layer, direction, original=position.enter):
         original(layer, direction)
         passes.append(f"{direction} {layer}")
         if (
@@ -114,7 +115,7 @@ def test_a_process_alone_stops_between_two_layers(root, monkeypatch):
         ):  # the first of step 3: 2 layers forward and backward, twice
             os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(progress, "enter", enter)
+    monkeypatch.setattr(position, "enter", enter)
     with pytest.raises(SystemExit):
         run(args)
     assert len(passes) == 17 and checkpoints(args) == ["checkpoint-2"]
@@ -147,19 +148,19 @@ def test_a_checkpoint_of_an_earlier_run_is_not_taken_for_this_ones(root, whole):
 
 
 def test_a_second_signal_ends_at_once(monkeypatch):
-    stop, sent = resume.SafeStop(), []
+    stop, sent = interruption.SafeStop(), []
     stop._process = os.getpid()
     times = iter([10.0, 10.5, 10.5, 20.0])
-    monkeypatch.setattr(resume.time, "monotonic", lambda: next(times))
-    monkeypatch.setattr(resume.os, "kill", lambda pid, number: sent.append((pid, number)))
-    monkeypatch.setattr(resume.signal, "signal", lambda number, what: sent.append(what))
+    monkeypatch.setattr(interruption.time, "monotonic", lambda: next(times))
+    monkeypatch.setattr(interruption.os, "kill", lambda pid, number: sent.append((pid, number)))
+    monkeypatch.setattr(interruption.signal, "signal", lambda number, what: sent.append(what))
     stop._receive(signal.SIGINT, None)
     stop._receive(signal.SIGINT, None)  # the same Ctrl-C, passed on by a launcher
     assert sent == []
-    monkeypatch.setattr(resume.time, "monotonic", lambda: 20.0)
+    monkeypatch.setattr(interruption.time, "monotonic", lambda: 20.0)
     stop._receive(signal.SIGTERM, None)
     assert sent == [signal.SIG_DFL, (os.getpid(), signal.SIGTERM)]
-    progress.stop_here(False)
+    position.stop_here(False)
 
 
 def test_f17_train_4_is_train_2_kill_9_and_resume_2(root, whole):
@@ -185,7 +186,7 @@ def test_f17_train_4_is_train_2_kill_9_and_resume_2(root, whole):
     assert done.returncode == -signal.SIGKILL, done.stderr[-3000:]
     assert checkpoints(args) == ["checkpoint-1", "checkpoint-2"]
     folder = Path(args["output_dir"])
-    half = folder / resume.STAGING / "checkpoint-3"
+    half = folder / interruption.STAGING / "checkpoint-3"
     half.mkdir(parents=True)
     (half / "optimizer.pt").write_bytes(b"half of it")
     same_as_whole(go_on(args), whole, 2)
@@ -212,11 +213,11 @@ def test_a_full_disk_loses_only_the_step_in_flight(what, root, whole):
             run(args, Act("on_step_begin", 2, fill))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
-        progress.stop_here(False)
+        position.stop_here(False)
     folder = Path(args["output_dir"])
     assert f"resume_from_checkpoint: {folder / 'checkpoint-2'}" in str(told.value)
     assert checkpoints(args) == ["checkpoint-1", "checkpoint-2"]
-    assert not (folder / resume.STAGING).exists()
+    assert not (folder / interruption.STAGING).exists()
     same_as_whole(go_on(args), whole, 2)
 
 
@@ -244,12 +245,12 @@ def test_a_checkpoint_of_another_number_of_processes_is_refused(root, tmp_path):
     folder = tmp_path / "checkpoint-2"
     folder.mkdir()
     with pytest.raises(ValueError, match="holds no optimizer and random state.*adapter_name_or"):
-        resume.check_resumable(folder, 1)
+        interruption.check_resumable(folder, 1)
     for rank in range(2):
         (folder / f"rng_state_{rank}.pth").touch()
-    resume.check_resumable(folder, 2)
+    interruption.check_resumable(folder, 2)
     with pytest.raises(ValueError, match="saved by 2 processes, but this run has 3.*run 2 proc"):
-        resume.check_resumable(folder, 3)
+        interruption.check_resumable(folder, 3)
     args = lf_cases.arguments(root, "other", resume_from_checkpoint=str(folder))
     with pytest.raises(ValueError, match="saved by 2 processes, but this run has 1"):
         lf_cases.run(args)

@@ -13,9 +13,10 @@ import transformers
 from llamafactory.model.model_utils.misc import find_all_linear_modules
 from peft import LoraConfig, PeftModel, get_peft_model
 
-from kt_core import adapter, hf, layout
+from kt_core import adapters, hf
+from kt_core.loading import experts_contract
 from kt_core.module import is_linear
-from kt_sft import groups, targets
+from kt_sft.lora import model_parts, targets
 
 
 def _supported() -> dict[str, families.Family]:
@@ -27,7 +28,7 @@ def _supported() -> dict[str, families.Family]:
         try:
             with torch.device("meta"):
                 model = family.cls(families.tiny(family))
-            experts = layout.find_experts(model)
+            experts = experts_contract.find_experts(model)
         except Exception:
             continue  # not ours: refused on load, see test_load.py
         if experts:
@@ -97,11 +98,11 @@ def _decisive(stock, experts: str) -> set[str]:
 def test_all_leaves_alone_what_the_choice_of_experts_depends_on(name, paths):
     """LLaMA-Factory's `all`: every Linear by leaf name; what decides is found by gradient."""
     model, stock = cases.load(paths[name]), _stock(paths[name])
-    routers = groups.routers_of(model)
+    routers = model_parts.routers_of(model)
     layers = list(targets.experts_of(model))
     assert {f"{r}.weight" for r in routers} == set().union(*(_decisive(stock, e) for e in layers))
     found = find_all_linear_modules(model, False)
-    with groups.rules(groups.NewAdapters(router=False)):
+    with model_parts.rules(model_parts.NewAdapters(router=False)):
         tuned = cases.adapted(model, found)
     assert not _on_routers(tuned, routers)
     assert any(".experts." in n for n in cases.trained(tuned))
@@ -111,7 +112,7 @@ def test_all_leaves_alone_what_the_choice_of_experts_depends_on(name, paths):
 @pytest.mark.parametrize("name", SUPPORTED)
 def test_router_trains_as_in_stock_peft_or_is_refused(name, paths):
     model = cases.load(paths[name])
-    routers = groups.routers_of(model)
+    routers = model_parts.routers_of(model)
     linear = all(map(is_linear, routers.values()))
     try:
         tuned = cases.adapted(model, ["router"])
@@ -145,7 +146,7 @@ def test_all_linear_takes_the_routers_that_peft_can_adapt_as_linears(name, paths
     """Stock would put LoRA around DeepSeek-V2's router, which nothing calls, and around PhiMoE's,
     which returns a tuple."""
     model = cases.load(paths[name])
-    routers = groups.routers_of(model)
+    routers = model_parts.routers_of(model)
     tuned = cases.adapted(model, "all-linear")
     _loss(tuned).backward()
     trained = cases.trained(tuned)
@@ -164,12 +165,12 @@ def test_phimoe_with_its_router_saves_loads_serves_and_merges(paths, tmp_path):
     again = PeftModel.from_pretrained(cases.load(path), tmp_path / "adapter")
     assert torch.equal(cases.logits(again, ids), want)
     model = hf.load_model(path, format="bf16", dtype=torch.float32)
-    adapter.load_adapter(model, tmp_path / "adapter", "a")
-    with adapter.adapter(model, "a"):
+    adapters.load_adapter(model, tmp_path / "adapter", "a")
+    with adapters.adapter(model, "a"):
         assert torch.allclose(cases.logits(model, ids), want, atol=2e-5)
     stock = PeftModel.from_pretrained(_stock(path), tmp_path / "adapter")
     assert torch.allclose(cases.logits(stock, ids), want, atol=2e-5)
-    adapter.merge(path, tmp_path / "adapter", tmp_path / "merged")
+    adapters.merge(path, tmp_path / "adapter", tmp_path / "merged")
     assert torch.allclose(cases.logits(_stock(tmp_path / "merged"), ids), want, atol=5e-5)
 
 
@@ -188,8 +189,8 @@ def test_the_name_of_a_router_that_is_no_linear(name, target, paths):
 def test_a_pattern_of_excluded_modules_keeps_the_router_out_of_all_too(paths):
     """exclude_modules as a pattern: the router used to be trained beside it."""
     model = cases.load(paths["hunyuan_v1_moe"])
-    routers = groups.routers_of(model)
-    with groups.rules(groups.NewAdapters(router=False)):
+    routers = model_parts.routers_of(model)
+    with model_parts.rules(model_parts.NewAdapters(router=False)):
         tuned = cases.adapted(model, ["q_proj", "k_proj", "wg"], exclude_modules=r".*k_proj")
     assert not _on_routers(tuned, routers)
     assert {n.split(".")[-4] for n in cases.trained(tuned)} == {"q_proj"}

@@ -16,9 +16,9 @@ import torch
 from rank_gather_cases import E
 from rank_group import PATIENCE, RankGroup
 
-from kt_core.adapter_format import WEIGHTS_FILE
-from kt_sft.gathered import owners
-from kt_sft.row_gather import GATHER_BELOW
+from kt_core.adapters.peft_format import WEIGHTS_FILE
+from kt_sft.op.exchange import owners
+from kt_sft.ranks.row_gather import GATHER_BELOW
 
 GROUPS = {2: "two_ranks", 3: "three_ranks"}
 BARS = {"reference": 3e-6, "kernels": 3e-6}  # only the order of fp32 sums differs

@@ -26,9 +26,9 @@ from fastapi import FastAPI
 from serve_cases import serving, tokens_of, until
 from transformers import AutoTokenizer
 
-from kt_core.adapter import adapter, load_adapter
-from kt_core.adapter_config import write_adapter
-from kt_core.adapter_format import AdapterData, Factors
+from kt_core.adapters import adapter, load_adapter
+from kt_core.adapters.peft_config import write_adapter
+from kt_core.adapters.peft_format import AdapterData, Factors
 from kt_core.hf import load_model
 from kt_core.serve import __main__ as cli
 from kt_core.serve import loading

@@ -14,7 +14,7 @@ import torch
 from kt_core import experts as core
 from kt_core import runtime
 from kt_core.experts import Lora
-from kt_sft import autograd, staging
+from kt_sft.op import autograd, staging
 
 E, H, I, T, K, R = 5, 64, 40, 21, 2, 3
 BARS = {"reference": (2e-6, 2e-6), "kernels": (4e-3, 6e-3)}  # forward, gradients

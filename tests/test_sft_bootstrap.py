@@ -59,12 +59,12 @@ def _fake(root: Path, parser: str) -> Path:
 
 SPY = """
 import sys, types
-spy = types.ModuleType("kt_sft.llamafactory")
+spy = types.ModuleType("kt_sft.llamafactory.seam")
 def adapt_parser(module):
     print("adapted", module.__name__, "finished" in vars(module))
     module.marker = "ours"
 spy.adapt_parser = adapt_parser
-sys.modules["kt_sft.llamafactory"] = spy
+sys.modules["kt_sft.llamafactory.seam"] = spy
 """
 
 

@@ -15,9 +15,9 @@ import torch
 from peft import PeftModel
 from torch.distributed.checkpoint import FileSystemReader
 
-from kt_core.adapter_format import WEIGHTS_FILE, read_adapter
-from kt_sft.step_log import HEAT_MAP
-from kt_sft.trainer_log import KEYS
+from kt_core.adapters.peft_format import WEIGHTS_FILE, read_adapter
+from kt_sft.report.step_log import HEAT_MAP
+from kt_sft.report.trainer_log import KEYS
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from kt_core.module import KTExpertsLinear
 from kt_sft import plugin
-from kt_sft.lora import KTExpertsLoraLinear
+from kt_sft.lora.layer import KTExpertsLoraLinear
 
 SUBSETS = [
     ("gate_proj",),
@@ -327,7 +327,7 @@ def test_uninstall_puts_the_originals_back(reference, tmp_path):
 def test_packed_weights_do_not_merge(reference, tmp_path):
     tuned = cases.adapted(cases.load(cases.checkpoint(tmp_path)))
     with pytest.raises(
-        ValueError, match=r"merge it into the checkpoint with\s+kt_core.adapter.merge"
+        ValueError, match=r"merge it into the checkpoint with\s+kt_core.adapters.merge"
     ):
         tuned.merge_and_unload()
 

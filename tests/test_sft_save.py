@@ -16,9 +16,9 @@ import torch
 from peft import PeftModel
 from safetensors import safe_open
 
-from kt_core import adapter, hf
-from kt_core.adapter_format import CONFIG_FILE, WEIGHTS_FILE, read_adapter
-from kt_sft import peft_io
+from kt_core import adapters, hf
+from kt_core.adapters.peft_format import CONFIG_FILE, WEIGHTS_FILE, read_adapter
+from kt_sft.lora import adapter_io
 
 STOCK_LOADS = """
 import json, sys, torch
@@ -260,7 +260,7 @@ def test_a_missing_or_partial_tensor_stops_the_save_and_keeps_the_old_files(refe
 def test_what_the_disk_gives_back_is_compared(reference, tmp_path, monkeypatch):
     _, tuned, directory = _saved(tmp_path)
     before = (directory / WEIGHTS_FILE).read_bytes()
-    write = peft_io.write_adapter
+    write = adapter_io.write_adapter
 
     def faulty(where, *args, **kw):
         write(where, *args, **kw)
@@ -268,12 +268,12 @@ def test_what_the_disk_gives_back_is_compared(reference, tmp_path, monkeypatch):
         data[-3] ^= 1
         (where / WEIGHTS_FILE).write_bytes(data)
 
-    monkeypatch.setattr(peft_io, "write_adapter", faulty)
+    monkeypatch.setattr(adapter_io, "write_adapter", faulty)
     with pytest.raises(RuntimeError, match="was not written as it is in memory"):
         tuned.save_pretrained(directory)
     assert (directory / WEIGHTS_FILE).read_bytes() == before
     monkeypatch.setattr(
-        peft_io, "write_adapter", lambda *a, **k: (_ for _ in ()).throw(OSError(28, "full"))
+        adapter_io, "write_adapter", lambda *a, **k: (_ for _ in ()).throw(OSError(28, "full"))
     )
     with pytest.raises(OSError, match="full"):
         tuned.save_pretrained(directory)
@@ -371,7 +371,7 @@ def test_f2_a_fresh_load_and_the_server_refuse_an_adapter_without_a_layer(own, r
         with pytest.raises(ValueError, match=message):
             PeftModel.from_pretrained(cases.load(path), directory)
         with pytest.raises(ValueError, match=message):
-            adapter.load_adapter(hf.load_model(path), directory, "a")
+            adapters.load_adapter(hf.load_model(path), directory, "a")
 
 
 def test_an_adapter_of_another_model(reference, tmp_path):

@@ -13,7 +13,8 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 
 from kt_core import hf
-from kt_sft import llamafactory, plugin, seams, stages
+from kt_sft import plugin, seams
+from kt_sft.llamafactory import seam, stages
 
 FREE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
@@ -112,7 +113,7 @@ def test_runs_of_llamafactory_by_position_and_by_keyword(by_keyword):
     args["data_args"].cutoff_len = 8
     model_args = SimpleNamespace(use_kt=True, kt_config=None, kt_cpu_activation=None)
     model_args.kt_layer_major = None
-    run = llamafactory._with_callback(stages.without_asking(_run))
+    run = seam._with_callback(stages.without_asking(_run))
     if by_keyword:
         callbacks, later = run(model_args, **args, callbacks=["theirs"], later=1)
     else:
@@ -122,7 +123,7 @@ def test_runs_of_llamafactory_by_position_and_by_keyword(by_keyword):
     model_args.use_kt = False
     assert run(model_args, **args, callbacks=["theirs"]) == (["theirs"], None)
     with pytest.raises(RuntimeError, match="lambda.* of this LLaMA-Factory takes no callbacks"):
-        llamafactory._with_callback(lambda model_args, data_args, finetuning_args: None)
+        seam._with_callback(lambda model_args, data_args, finetuning_args: None)
 
 
 def test_the_loader_hands_on_what_it_does_not_know():

@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
-from kt_core import adapter, hf
-from kt_core.adapter_format import WEIGHTS_FILE, read_adapter
+from kt_core import adapters, hf
+from kt_core.adapters.peft_format import WEIGHTS_FILE, read_adapter
 
 LOG2 = 0.6931471805599453
 
@@ -47,8 +47,8 @@ def _experts_changed(root, out: Path) -> None:
     assert all(f.b.any() for m in data.experts.values() for f in m.values())
     model, ids = hf.load_model(root / "model", format="bf16"), cases.token_ids()
     base = cases.logits(model, ids)
-    adapter.load_adapter(model, out, "a")
-    with adapter.adapter(model, "a"):
+    adapters.load_adapter(model, out, "a")
+    with adapters.adapter(model, "a"):
         assert not torch.equal(cases.logits(model, ids), base)
 
 
@@ -134,7 +134,7 @@ def test_a_reward_model_trains_saves_and_loads_again(root, reward):
     assert results["eval_accuracy"] > 0.9 and results["eval_loss"] < 0.3
     # The same by hand: kt_core's model with the adapter, its last hidden state, the head
     model = hf.load_model(root / "model", format="bf16")
-    adapter.load_adapter(model, reward, "reward")
+    adapters.load_adapter(model, reward, "reward")
     tokenizer = AutoTokenizer.from_pretrained(reward)
     record = json.loads((root / "dpo.json").read_text())[0]
     for answer in ("chosen", "rejected"):
@@ -143,7 +143,7 @@ def test_a_reward_model_trains_saves_and_loads_again(root, reward):
             f"{record[answer]}<|im_end|>\n"
         )
         ids = tokenizer(text, return_tensors="pt", add_special_tokens=False).input_ids
-        with torch.no_grad(), adapter.adapter(model, "reward"):
+        with torch.no_grad(), adapters.adapter(model, "reward"):
             last = model(input_ids=ids, output_hidden_states=True).hidden_states[-1][0, -1]
         got = float(head["v_head.summary.weight"][0] @ last.float() + head["v_head.summary.bias"])
         assert abs(got - scores[0][answer]) < 0.02 * max(1.0, abs(got))

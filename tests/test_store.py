@@ -17,7 +17,8 @@ import pytest
 import slow_experts
 import torch
 
-from kt_core import checkpoint, hf, store
+from kt_core import hf
+from kt_core.loading import checkpoint, packed_file
 
 IDS = torch.randint(3, 120, (2, 48), generator=torch.Generator().manual_seed(1))
 
@@ -80,22 +81,25 @@ def test_kernels_run_from_the_mapping(format, tmp_path):
 
 def test_layout_of_the_file(packed):
     blob = packed.read_bytes()
-    assert blob[:8] == store.MAGIC and struct.unpack_from("<I", blob, 8)[0] == store.VERSION
+    assert (
+        blob[:8] == packed_file.MAGIC
+        and struct.unpack_from("<I", blob, 8)[0] == packed_file.VERSION
+    )
     found = header(packed)
     assert (found["model"], found["format"], found["group"]) == ("model", "int8", 128)
     names = [f"model.layers.{i}.mlp.experts" for i in range(2)]
     assert [layer["name"] for layer in found["layers"]] == names
     size = found["layers"][0]["nbytes"]
-    first = store.ALIGN
+    first = packed_file.ALIGN
     assert zlib.crc32(blob[first : first + size]) == int(found["crc"][0], 16)
-    assert len(blob) == first + -(-size // store.ALIGN) * store.ALIGN + size
+    assert len(blob) == first + -(-size // packed_file.ALIGN) * packed_file.ALIGN + size
 
 
 def test_mapping_is_read_only_and_aligned(model, packed):
     module = load(model, packed).model.layers[1].mlp.experts
     view = module.experts.packed()
     assert view.readonly
-    assert module.experts.gate_up.data_ptr() % store.ALIGN == 0
+    assert module.experts.gate_up.data_ptr() % packed_file.ALIGN == 0
 
 
 def test_moved_checkpoint_is_accepted(model, packed, tmp_path):
@@ -162,7 +166,9 @@ def test_other_file_is_refused(model, packed):
 def test_a_flipped_bit_is_found(layer, model, packed):
     blob = bytearray(packed.read_bytes())
     size = header(packed)["layers"][0]["nbytes"]
-    blob[store.ALIGN + layer * -(-size // store.ALIGN) * store.ALIGN + 12345] ^= 16
+    blob[packed_file.ALIGN + layer * -(-size // packed_file.ALIGN) * packed_file.ALIGN + 12345] ^= (
+        16
+    )
     packed.write_bytes(blob)
     with pytest.raises(ValueError, match=rf"damaged layer model\.layers\.{layer}\.mlp\.experts"):
         load(model, packed)
@@ -209,14 +215,14 @@ def test_leftovers_of_a_killed_writer_are_removed(model, tmp_path):
 
 def test_a_full_disk_is_named_before_writing(model, tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)._replace(free=1000)
-    monkeypatch.setattr(store.shutil, "disk_usage", lambda path: usage)
+    monkeypatch.setattr(packed_file.shutil, "disk_usage", lambda path: usage)
     with pytest.raises(OSError, match=r"packed has 1,000 bytes free but the packed experts need"):
         hf.load_model(model, packed_dir=tmp_path / "packed")
     assert not [p for p in (tmp_path / "packed").iterdir() if p.suffix != ".lock"]
 
 
 def test_a_read_only_packed_dir_is_enough_once_the_file_exists(model, packed, monkeypatch):
-    monkeypatch.setattr(store, "creation_lock", lambda path: pytest.fail("wanted to write"))
+    monkeypatch.setattr(packed_file, "creation_lock", lambda path: pytest.fail("wanted to write"))
     load(model, packed)
 
 
@@ -233,7 +239,9 @@ def test_processes_that_start_together_make_one_file(tmp_path):
     """Ranks of one host: one packs, the others wait and map; all compute the same."""
     path = models.build("mixtral", tmp_path / "model")
     script = (
-        "import sys, torch, models; from kt_core import checkpoint, hf\n"
+        "import sys, torch, models\n"
+        "from kt_core import hf\n"
+        "from kt_core.loading import checkpoint\n"
         "filled = []\n"
         "fill = checkpoint.fill\n"
         "checkpoint.fill = lambda e, p, b: (filled.append(e.name), fill(e, p, b))\n"
@@ -261,11 +269,11 @@ def test_a_second_creator_waits(tmp_path):
     path, entered = tmp_path / "a.kt", threading.Event()
 
     def create():
-        with store.creation_lock(path):
+        with packed_file.creation_lock(path):
             entered.set()
 
     second = threading.Thread(target=create)
-    with store.creation_lock(path):
+    with packed_file.creation_lock(path):
         second.start()
         assert not entered.wait(0.3)
     second.join(10)
@@ -273,16 +281,16 @@ def test_a_second_creator_waits(tmp_path):
 
 
 def test_writer_refuses_wrong_sizes_and_missing_layers(tmp_path):
-    layers = tuple(store.Layer(f"l{i}", 1, 2, 3, "silu", 64) for i in range(2))
-    identity = store.Identity("m", "s", "int8", 128, layers)
+    layers = tuple(packed_file.Layer(f"l{i}", 1, 2, 3, "silu", 64) for i in range(2))
+    identity = packed_file.Identity("m", "s", "int8", 128, layers)
     with (
         pytest.raises(ValueError, match="l0 packs to 63 bytes, not 64"),
-        store.PackedWriter(tmp_path / "a.kt", identity) as writer,
+        packed_file.PackedWriter(tmp_path / "a.kt", identity) as writer,
     ):
         writer.add(memoryview(bytes(63)))
     with (
         pytest.raises(ValueError, match="1 of 2 layers were written"),
-        store.PackedWriter(tmp_path / "a.kt", identity) as writer,
+        packed_file.PackedWriter(tmp_path / "a.kt", identity) as writer,
     ):
         writer.add(memoryview(bytes(64)))
     assert not list(tmp_path.iterdir())

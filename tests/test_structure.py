@@ -179,8 +179,12 @@ def test_core_imports_neither_training_nor_peft():
 # settings of its allocator are left as they are.
 VARIABLES = {
     "kt_core/runtime.py": {"KT_ISA", "KT_THREADS", "KT_LOG"},
-    "kt_core/memory.py": {"MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES"},
-    "kt_sft/llamafactory.py": {"ACCELERATE_USE_FSDP", "FSDP_VERSION"},
+    "kt_core/loading/memory.py": {
+        "MALLOC_MMAP_THRESHOLD_",
+        "MALLOC_TRIM_THRESHOLD_",
+        "GLIBC_TUNABLES",
+    },
+    "kt_sft/llamafactory/seam.py": {"ACCELERATE_USE_FSDP", "FSDP_VERSION"},
 }
 
 

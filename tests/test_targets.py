@@ -13,9 +13,9 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from kt_core import adapter, hf
-from kt_core.adapter_format import WEIGHTS_FILE, read_adapter
-from kt_sft import groups
+from kt_core import adapters, hf
+from kt_core.adapters.peft_format import WEIGHTS_FILE, read_adapter
+from kt_sft.lora import model_parts
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def _groups(model) -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for name in cases.trained(model):
         short = name.removeprefix("base_model.model.model.layers.").partition(".lora_")[0]
-        found.setdefault(groups.group_of(name), set()).add(short)
+        found.setdefault(model_parts.group_of(name), set()).add(short)
     return found
 
 
@@ -102,12 +102,12 @@ def test_the_router_trains_saves_loads_serves_and_merges(family, tmp_path, monke
     assert set(cases.trained(again)) == set(cases.trained(tuned))
     assert torch.equal(cases.logits(again, ids), want)
     model = hf.load_model(path, format="bf16", dtype=torch.float32)
-    adapter.load_adapter(model, tmp_path / "adapter", "a")
+    adapters.load_adapter(model, tmp_path / "adapter", "a")
     assert torch.equal(cases.logits(model, ids), base)
-    with adapter.adapter(model, "a"):
+    with adapters.adapter(model, "a"):
         assert torch.allclose(cases.logits(model, ids), want, atol=2e-5)
     assert torch.equal(cases.logits(model, ids), base)
-    adapter.merge(path, tmp_path / "adapter", tmp_path / "merged")
+    adapters.merge(path, tmp_path / "adapter", tmp_path / "merged")
     merged = AutoModelForCausalLM.from_pretrained(
         tmp_path / "merged", dtype=torch.float32, experts_implementation="eager"
     )
@@ -155,12 +155,12 @@ def _printed(capfd) -> dict[str, int]:
 
 def test_f4_what_is_printed_is_what_the_optimizer_holds_and_what_is_saved(root, capfd, monkeypatch):
     """Ranks by group change every count; four numbers agree: printed, optimizer, model, file."""
-    from kt_sft import callback
+    from kt_sft.report import stats
 
     held = []
-    original = callback._optimizer_parameters
+    original = stats._optimizer_parameters
     monkeypatch.setattr(
-        callback, "_optimizer_parameters", lambda o: held.append(original(o)) or held[-1]
+        stats, "_optimizer_parameters", lambda o: held.append(original(o)) or held[-1]
     )
     args = lf_cases.arguments(
         root,
@@ -174,14 +174,16 @@ def test_f4_what_is_printed_is_what_the_optimizer_holds_and_what_is_saved(root, 
     data = read_adapter(args["output_dir"])
     ranks = {p: f.rank for m in data.experts.values() for p, f in m.items()}
     assert set(ranks.values()) == {2}
-    by_group = {g: {f.rank for p, f in data.dense.items() if groups.group_of(p) == g} for g in (
-        "attention", "router")}  # fmt: skip
+    by_group = {
+        group: {f.rank for p, f in data.dense.items() if model_parts.group_of(p) == group}
+        for group in ("attention", "router")
+    }
     assert by_group == {"attention": {4}, "router": {3}}
     factors = [*data.dense.values(), *(f for m in data.experts.values() for f in m.values())]
     assert {f.scaling for f in factors} == {2.0}  # alpha / rank as without lora_rank
     saved: dict[str, int] = {}
     for key, tensor in load_file(Path(args["output_dir"]) / WEIGHTS_FILE).items():
-        group = groups.group_of(key)
+        group = model_parts.group_of(key)
         saved[group] = saved.get(group, 0) + tensor.numel()
     assert printed == {**saved, "shared_experts": 0, "total": sum(saved.values())}
     assert held == [printed["total"]]
@@ -223,6 +225,6 @@ def test_a_rank_above_64_trains_and_loads(root):
     model = hf.load_model(root / "model", format="bf16")
     ids = cases.token_ids()
     base = cases.logits(model, ids)
-    adapter.load_adapter(model, args["output_dir"], "a")
-    with adapter.adapter(model, "a"):
+    adapters.load_adapter(model, args["output_dir"], "a")
+    with adapters.adapter(model, "a"):
         assert not torch.equal(cases.logits(model, ids), base)

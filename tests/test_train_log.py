@@ -17,8 +17,9 @@ from transformers.integrations import integration_utils
 
 from kt_core import experts as core
 from kt_core.module import KTExpertsLinear
-from kt_sft import step_log, tally
-from kt_sft.trainer_log import KEYS
+from kt_sft.op import row_counts
+from kt_sft.report import step_log
+from kt_sft.report.trainer_log import KEYS
 
 REPORTERS = ("tensorboard", "wandb", "swanlab", "trackio")
 STEPS, ACCUMULATION = 4, 2
@@ -173,7 +174,7 @@ def test_ranks_are_added_up(monkeypatch):
         state = types.SimpleNamespace(is_world_process_zero=ranks == 1)
         callback.on_train_begin(args, state, None, model=module)
         callback._tokens.tokens += 40
-        tally.count_rows(layer, torch.tensor([[0, 1], [1, 1]]))
+        row_counts.count_rows(layer, torch.tensor([[0, 1], [1, 1]]))
         reported[ranks] = callback.measure()
         assert reported[ranks].keys() == KEYS.keys()
         del reported[ranks]["rss_gib"]
@@ -238,9 +239,9 @@ def test_the_heat_map_shows_the_load(tmp_path):
 
 def test_rows_of_experts_that_are_gone_are_forgotten():
     layer = core.Experts(4, 16, 8, format="bf16")
-    tally.count_rows(layer, torch.tensor([[0, 1], [1, 3]]))
-    tally.count_rows(layer, torch.tensor([[3, 3]]))
-    assert tally.rows(layer).tolist() == [1, 2, 0, 3]
-    held = len(tally._rows)
+    row_counts.count_rows(layer, torch.tensor([[0, 1], [1, 3]]))
+    row_counts.count_rows(layer, torch.tensor([[3, 3]]))
+    assert row_counts.rows(layer).tolist() == [1, 2, 0, 3]
+    held = len(row_counts._rows)
     del layer
-    assert len(tally._rows) == held - 1
+    assert len(row_counts._rows) == held - 1

@@ -11,9 +11,9 @@
 #include <string>
 #include <vector>
 
-#include "moe/moe.h"
-#include "machine/parallel.h"
 #include "gemm/registry.h"
+#include "machine/parallel.h"
+#include "moe/moe.h"
 
 namespace kt {
 namespace {

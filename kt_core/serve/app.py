@@ -64,7 +64,7 @@ class Names:
 
 class Served:
     """A model that answers: `tokens` has the base under None and each adapter, put on `model` by
-    `kt_core.adapter.load_adapter`, under its name.
+    `kt_core.adapters.load_adapter`, under its name.
 
     `context_length` is by default what the model's config says. At most `max_waiting` requests wait
     behind the running one.

@@ -24,7 +24,7 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from kt_core.adapter import adapter
+from kt_core.adapters import adapter
 from kt_core.module import KTExpertsLinear
 from kt_core.serve.text import StopFilter
 from kt_core.serve.tokens import Tokens

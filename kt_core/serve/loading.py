@@ -14,9 +14,9 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedModel
 
-from kt_core import quantized
-from kt_core.adapter import adapter, load_adapter
+from kt_core.adapters import adapter, load_adapter
 from kt_core.hf import LoadSettings, load_model
+from kt_core.loading import quantized
 from kt_core.serve.app import Names, Served, Service
 from kt_core.serve.tokens import TEMPLATE, TOKENIZER, Tokens, check_rows, of_adapter, of_base
 

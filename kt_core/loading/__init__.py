@@ -1,0 +1,1 @@
+"""From a checkpoint to packed experts in CPU memory."""

@@ -1,0 +1,314 @@
+"""From a checkpoint to packed experts: in memory of this process, in memory that all processes of
+the host share, or mapped from the packed file.
+
+The memory plan first, then headers, then weights: a refusal leaves nothing half-made. At any
+moment one part (one projection of one expert) is held unpacked and, where a packed file is written,
+one packed layer. Of several processes of a host, the first reads and packs; the others map.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import distributed
+from tqdm import tqdm  # type: ignore[import-untyped]
+
+from kt_core import experts, runtime
+from kt_core.loading import checkpoint, memory, numa, packed_file, shared
+from kt_core.loading.experts_contract import ExpertsLayout
+from kt_core.loading.host import Host
+
+log = logging.getLogger("kt")
+
+Parts = Mapping[str, list[checkpoint.Part]]
+
+
+@dataclass(frozen=True)
+class Format:
+    """How experts are kept: the weight format, weights per scale (0: none), the setting of
+    numa_nodes (None: as found)."""
+
+    name: str
+    group: int
+    numa_nodes: int | None = None
+
+
+def pack(
+    layouts: Sequence[ExpertsLayout],
+    source: checkpoint.Source,
+    want: checkpoint.Want,
+    *,
+    model: str,
+    other_bytes: int,
+    copies: int,
+    format: Format,
+    packed_dir: str | Path | None,
+    host: Host,
+) -> dict[str, experts.Experts]:
+    """Packed experts of every layout, by module name.
+
+    want: the names and shapes that `layouts` ask of `source`. model: directory or hub id.
+    other_bytes: CPU bytes of all other weights, of which `copies` processes of the host hold a copy
+    each. packed_dir: where the packed file is, or is made. host: the processes that load together.
+    Raises ValueError, FileNotFoundError, OSError or MemoryError, in one sentence, on all of them.
+    """
+    file = None
+    if packed_dir is not None:
+        file = Path(packed_dir) / packed_file.filename(_model_id(model), format.name, format.group)
+    slices = _spread(layouts, format, file, host)
+    # Pages of a file lie where they were first read, and cannot be bound to a node.
+    copied = file is not None and host.from_first("packing experts", runtime.numa_nodes() > 1)
+    sizes = {
+        x.name: experts.Experts.packed_nbytes(*x.shape, format.name, format.group, slices)
+        for x in layouts
+    }
+    part = max(4 * x.hidden * x.intermediate for x in layouts)  # unpacked, fp32 at most
+    plan = memory.MemoryPlan(
+        experts=sum(sizes.values()),
+        other=other_bytes,
+        staging=part + (max(sizes.values()) if file else 0),
+        mapped=sum(file.stat().st_size for file in source.files)
+        + (sum(sizes.values()) if copied else 0),
+        copies=copies,
+    )
+    with host.step("comparing the memory they need with what is there", everywhere=True):
+        # before headers: opening a file maps it
+        memory.check(plan, memory.limits(), model)
+    options: dict[str, dict[str, Any]] = {
+        x.name: {
+            "format": format.name,
+            "group": format.group,
+            "activation": x.activation,
+            "slices": slices,
+            "name": x.name,
+        }
+        for x in layouts
+    }
+    with host.step("packing experts on every host", everywhere=True):
+        parts: Parts = {}
+        with host.step("reading the checkpoint's headers"):
+            if host.rank == 0:
+                parts = checkpoint.collect(source, want)
+        views: Mapping[str, memoryview] = {}
+        if file is not None:
+            identity = _identity(model, format, slices, layouts, sizes, parts, host)
+            views = _through_file(file, identity, layouts, parts, options, host)
+        if file is not None and not copied:
+            packed = {
+                x.name: experts.Experts.from_packed(
+                    *x.shape, buffer=views[x.name], **options[x.name]
+                )
+                for x in layouts
+            }
+        else:
+            packed = _in_memory(layouts, sizes, parts, views, options, host)
+    log.info(
+        "%s: %d layers of experts, %s bytes as %s%s%s",
+        model,
+        len(layouts),
+        f"{plan.experts:,}",
+        format.name,
+        f", one copy for {host.size} processes" if host.size > 1 else "",
+        f", on {runtime.numa_nodes()} NUMA nodes" if runtime.numa_nodes() > 1 else "",
+    )
+    return packed
+
+
+def _spread(layouts: Sequence[ExpertsLayout], format: Format, file: Path | None, host: Host) -> int:
+    """Spreads this process over NUMA nodes; returns the slices of the experts."""
+    slices = 0
+    with host.step("dividing experts among NUMA nodes", everywhere=True):
+        if host.rank == 0:
+            most = min(
+                experts.Experts.max_slices(x.intermediate, format.name, format.group)
+                for x in layouts
+            )
+            exists = file is not None and file.exists()
+            in_file = packed_file.slices_in(file) if file is not None and exists else None
+            slices = numa.slices_for(format.numa_nodes, most, file if exists else None, in_file)
+    slices = host.from_first("dividing experts among NUMA nodes", slices)
+    with host.step("spreading threads over NUMA nodes", everywhere=True):
+        numa.spread(format.numa_nodes, slices)
+    return slices
+
+
+def _empty_layer(
+    layout: ExpertsLayout, options: Mapping[str, dict[str, Any]], buffer: Any
+) -> experts.Experts:
+    layer = experts.Experts(*layout.shape, buffer=buffer, **options[layout.name])
+    if buffer is not None:
+        layer.bind_slices()
+    return layer
+
+
+def _pack_layer(
+    layout: ExpertsLayout,
+    parts: Parts,
+    options: Mapping[str, dict[str, Any]],
+    bar: tqdm,
+    buffer: Any = None,
+) -> experts.Experts:
+    layer = _empty_layer(layout, options, buffer)
+    checkpoint.fill(layer, parts[layout.name], bar.update)
+    return layer
+
+
+def _copy_layer(
+    layout: ExpertsLayout, view: memoryview, options: Mapping[str, dict[str, Any]], buffer: Any
+) -> experts.Experts:
+    layer = _empty_layer(layout, options, buffer)
+    layer.put_packed(view)
+    return layer
+
+
+def _in_memory(
+    layouts: Sequence[ExpertsLayout],
+    sizes: Mapping[str, int],
+    parts: Parts,
+    views: Mapping[str, memoryview],
+    options: Mapping[str, dict[str, Any]],
+    host: Host,
+) -> dict[str, experts.Experts]:
+    """Layers packed from the checkpoint or, where there are `views`, copied from the packed file:
+    in memory of this process or of all processes of the host."""
+    with _progress("Packing experts", 0 if views else _stored_bytes(parts)) as bar:
+
+        def make(layout: ExpertsLayout, buffer: Any = None) -> experts.Experts:
+            if views:
+                return _copy_layer(layout, views[layout.name], options, buffer)
+            return _pack_layer(layout, parts, options, bar, buffer)
+
+        if host.size > 1:
+            return _in_shared_memory(layouts, sizes, options, make, host)
+        return {layout.name: make(layout) for layout in layouts}
+
+
+def _in_shared_memory(
+    layouts: Sequence[ExpertsLayout],
+    sizes: Mapping[str, int],
+    options: Mapping[str, dict[str, Any]],
+    make: Callable[[ExpertsLayout, Any], experts.Experts],
+    host: Host,
+) -> dict[str, experts.Experts]:
+    memory_of_host: shared.SharedLayers | None = None
+    with host.step("reserving shared memory"):
+        if host.rank == 0:
+            memory_of_host = shared.SharedLayers([sizes[x.name] for x in layouts])
+    try:
+        for number, layout in enumerate(layouts):
+            # One wait a layer: however large the model, no wait is long.
+            with host.step(f"packing {layout.name}"):
+                if memory_of_host is not None:
+                    make(layout, memory_of_host.writable(number))
+        with host.step("mapping the packed experts"):
+            if memory_of_host is not None:
+                memory_of_host.seal()
+        ticket = None if memory_of_host is None else memory_of_host.ticket
+        ticket = host.from_first("mapping the packed experts", ticket)
+        with host.step("mapping the packed experts"):
+            views = shared.map_layers(ticket)
+    finally:
+        if memory_of_host is not None:
+            memory_of_host.close()
+    return {
+        x.name: experts.Experts.from_packed(*x.shape, buffer=view, **options[x.name])
+        for x, view in zip(layouts, views, strict=True)
+    }
+
+
+def _identity(
+    model: str,
+    format: Format,
+    slices: int,
+    layouts: Sequence[ExpertsLayout],
+    sizes: Mapping[str, int],
+    parts: Parts,
+    host: Host,
+) -> packed_file.Identity:
+    """What the packed file must match; the host's first process has seen the checkpoint."""
+    identity: packed_file.Identity | None = None
+    with host.step("comparing the checkpoint with the packed file"):
+        if host.rank == 0:
+            identity = packed_file.Identity(
+                model=_model_id(model),
+                source=checkpoint.fingerprint(
+                    [part.file for layer in parts.values() for part in layer]
+                ),
+                format=format.name,
+                group=format.group,
+                layers=tuple(
+                    packed_file.Layer(x.name, *x.shape, x.activation, sizes[x.name])
+                    for x in layouts
+                ),
+                slices=slices,
+            )
+    identity = host.from_first("comparing the checkpoint with the packed file", identity)
+    assert identity is not None
+    return identity
+
+
+def _through_file(
+    path: Path,
+    identity: packed_file.Identity,
+    layouts: Sequence[ExpertsLayout],
+    parts: Parts,
+    options: Mapping[str, dict[str, Any]],
+    host: Host,
+) -> dict[str, memoryview]:
+    """The packed bytes of every layer, mapped from the file, which is made if it is not there."""
+    with host.step(f"packing experts into {path.parent}"):
+        if host.rank == 0:
+            _create_file(path, identity, layouts, parts, options)
+    with host.step(f"checking {path}"):
+        if host.rank == 0:  # the others trust what it has read
+            size = sum(x.nbytes for x in identity.layers)
+            with _progress("Checking packed experts", size) as bar:
+                views = packed_file.open_packed(path, identity, bar.update)
+    with host.step(f"mapping {path}"):
+        if host.rank > 0:
+            views = packed_file.open_packed(path, identity, verify=False)
+    return views
+
+
+def _create_file(
+    path: Path,
+    identity: packed_file.Identity,
+    layouts: Sequence[ExpertsLayout],
+    parts: Parts,
+    options: Mapping[str, dict[str, Any]],
+) -> None:
+    """Makes the packed file if it is not there; another run may make it meanwhile."""
+    if path.exists():
+        return
+    with packed_file.creation_lock(path):
+        if path.exists():
+            return
+        with (
+            packed_file.PackedWriter(path, identity) as writer,
+            _progress(f"Packing {path.name}", _stored_bytes(parts)) as bar,
+        ):
+            for layout in layouts:
+                writer.add(_pack_layer(layout, parts, options, bar).packed())
+
+
+def _stored_bytes(parts: Parts) -> int:
+    return sum(part.nbytes for layer in parts.values() for part in layer)
+
+
+def _progress(what: str, total: int) -> tqdm:
+    """Bytes, rate, time left; silent where stderr is no terminal and on ranks but the first."""
+    joined = distributed.is_available() and distributed.is_initialized()
+    disable = True if joined and distributed.get_rank() > 0 else None  # None: only on a terminal
+    return tqdm(
+        desc=what, total=total, unit="B", unit_scale=True, unit_divisor=1024, disable=disable
+    )
+
+
+def _model_id(name: str) -> str:
+    """A file name for a model: the directory's name, or the hub id with its slash replaced."""
+    path = Path(name)
+    return path.resolve().name if path.is_dir() else name.replace("/", "--")

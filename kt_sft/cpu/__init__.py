@@ -1,0 +1,1 @@
+"""What is beside the experts, in runs on the CPU."""

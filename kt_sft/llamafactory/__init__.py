@@ -1,0 +1,1 @@
+"""The LLaMA-Factory seam."""

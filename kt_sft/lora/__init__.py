@@ -1,0 +1,1 @@
+"""LoRA on experts, as peft has it."""

@@ -1,0 +1,1 @@
+"""What a run says of itself: logs, pictures, the model card."""

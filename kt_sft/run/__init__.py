@@ -1,0 +1,1 @@
+"""A training run from its first step to its last, and what interrupts it."""
