@@ -1,8 +1,8 @@
 """Packed routed experts of one MoE layer: pack, forward, backward.
 
 The checked face of the native core: shapes, dtypes and devices are verified here, the kernels get
-addresses. Weight shapes: gate and up ``[I, H]``, down ``[H, I]``; see DESIGN.md section 3 for the
-packed layout and section 5 for the numerics.
+addresses. Weight shapes: gate and up ``[I, H]``, down ``[H, I]``; docs/kernels.md has the
+packed layout and the numerics.
 """
 
 from __future__ import annotations

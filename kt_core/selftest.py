@@ -17,7 +17,7 @@ from torch import Tensor
 from kt_core import runtime
 from kt_core.experts import PROJECTIONS, Experts, Lora
 
-FORWARD_BAR, GRAD_BAR, INT8_BAR = 4e-3, 6e-3, 2e-2  # DESIGN.md section 5
+FORWARD_BAR, GRAD_BAR, INT8_BAR = 4e-3, 6e-3, 2e-2  # docs/kernels.md, "Numerics"
 E, K = 3, 2  # experts, and experts per token
 # H, I and the rank divide neither a panel nor a block; few and many rows take different bodies.
 SIZES = ((1, 136, 72, 3), (50, 136, 72, 3))  # tokens, H, I, rank

@@ -12,10 +12,10 @@ from reference import round_bf16
 from kt_core import formats, kernels, runtime
 from kt_core.experts import PROJECTIONS, Experts, Lora
 
-FORWARD_BAR = 4e-3  # DESIGN section 5, bf16 domain
+FORWARD_BAR = 4e-3  # docs/kernels.md, bf16 domain
 INT8_BAR = 2e-2  # the same, int8 domain
 ELEMENT_BAR = 0.05  # of the row's RMS, bf16 domain
-INT8_ELEMENT_BAR = 0.08  # 4 standard deviations at INT8_BAR; 0.05 would be 2.5 (see DESIGN)
+INT8_ELEMENT_BAR = 0.08  # 4 standard deviations at INT8_BAR; 0.05 would be 2.5 (docs/kernels.md)
 GRAD_BAR = 6e-3
 
 _NEEDS = {str(k["isa"]): str(k["needs"]).split() for k in kernels()}
@@ -24,7 +24,7 @@ TIERS = sorted({str(k["isa"]) for k in kernels() if k["usable"]})
 
 def on_tiles(isa: str) -> bool:
     """Whether a tier multiplies many rows on matrix tiles. These add up in another order than the
-    vectors that few rows take, so a row's bits depend on how many there are (DESIGN, "Two bodies"),
+    vectors that few rows take, so a row's bits depend on how many there are (docs/kernels.md),
     and round once per 32 values, where a slice may end.
     """
     return "amx_tile" in _NEEDS[isa]
@@ -139,7 +139,7 @@ def check_close(
     rows: bool = True,
     element: float = ELEMENT_BAR,
 ) -> float:
-    """The three conditions of DESIGN section 5; returns the relative error."""
+    """The three conditions of docs/kernels.md; returns the relative error."""
     assert out.shape == ref.shape, name
     assert torch.isfinite(out).all(), name
     err = relative(out, ref)

@@ -109,7 +109,7 @@ def test_kernels_against_the_stock_model_on_dequantized_weights(family, format, 
         fused.register_forward_hook(lambda m, i, o, name=name: calls.update({name: i}))
     ours, theirs = logits(model), logits(reference)
     assert len(calls) == 2
-    # Each layer on the very input it gets in the model, at DESIGN's bar.
+    # Each layer on the very input it gets in the model, at the kernels' bar.
     for name, (x, index, weights) in list(calls.items()):
         x = x.bfloat16().float()
         with torch.no_grad():

@@ -3,7 +3,7 @@
 //
 // Prints "chosen TIER", then "TIER FORMAT ROWS ERROR..." per case: errors of the output, dx, dw, dA
 // and dB (largest of the three projections), and of the int8 domain's output where there is one,
-// each divided by its bar (DESIGN section 5). Exits with 1 when one is above 1. With the name of a
+// each divided by its bar (docs/kernels.md). Exits with 1 when one is above 1. With the name of a
 // tier it runs that one alone, whatever the CPU offers.
 #include <cmath>
 #include <cstdio>

@@ -25,7 +25,7 @@ from torch import Tensor, distributed
 from kt_core.experts import Experts, Grads, Lora, Share
 
 # An expert's weights take as long to read and unpack as 20 of its rows to compute: 85 ms against
-# 4.3 ms per row (bench/rows.py; DESIGN.md, "Rows per weight read").
+# 4.3 ms per row (bench/rows.py; docs/performance.md, "Rows per weight read").
 _ROWS_OF_A_READ = 20
 
 

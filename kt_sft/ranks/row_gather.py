@@ -29,7 +29,7 @@ log = logging.getLogger("kt")
 
 # Rows per expert and rank from which each rank computes its own. Two ranks that gather gain 1.37x
 # at 8 rows, 1.23x at 16, 1.12x at 32 and less than 1.09x at 64, before the wait for the slower one
-# (bench/rows.py; DESIGN.md, "Rows per weight read").
+# (bench/rows.py; docs/performance.md, "Rows per weight read").
 GATHER_BELOW = 32
 
 

@@ -27,8 +27,8 @@ from kt_sft.ranks.collective import joined, over_ranks
 
 logger = logging.getLogger("kt")
 HEAT_MAP = "expert_load.png"
-# Rows per weight read below which that is a sixth of a pass or more (DESIGN.md, "Rows per weight
-# read").
+# Rows per weight read below which that is a sixth of a pass or more (docs/performance.md, "Rows per
+# weight read").
 FEW_ROWS = 32
 
 
