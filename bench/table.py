@@ -17,7 +17,10 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from kt_core.experts import DEFAULT_GROUP
+from kt_core.formats import all_formats
+
+# Weights per scale of every format, most bits first
+DEFAULT_GROUP = {f.name: f.default_group for f in all_formats().values()}
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"

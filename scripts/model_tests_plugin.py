@@ -16,11 +16,11 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import pytest
-from kt_core.layout import find_experts
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kt_core.experts import Experts
+from kt_core.loading.experts_contract import find_experts
 from kt_core.module import KTExpertsLinear
 from kt_sft.op import autograd
 
