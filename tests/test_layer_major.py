@@ -207,7 +207,10 @@ REFUSED = {
         "has no effect with gradient_accumulation_steps=1; raise",
     ),
     "kto": ({"stage": "kto", "dataset": "dpo"}, "would change the loss of stage=kto"),
-    "asft": ({"use_asft_loss": True}, "would change the loss of use_asft_loss=True"),
+    "asft": (
+        {"use_asft_loss": True, "ref_model": "a model"},
+        "would change the loss of use_asft_loss=True",
+    ),
     "smoothing": (
         {"label_smoothing_factor": 0.1},
         "would change the loss of label_smoothing_factor=0.1, which is a mean per micro-batch",

@@ -17,7 +17,7 @@ def root(tmp_path_factory):
 @pytest.fixture
 def unloaded(monkeypatch):
     """Fails the test if a model is loaded."""
-    import seam.train.sft.workflow as workflow
+    import llamafactory.train.sft.workflow as workflow
 
     def load_model(*args, **kw):
         raise AssertionError("a model was loaded")
@@ -184,7 +184,7 @@ def test_an_optimizer_that_holds_other_parameters_stops_the_run(root, monkeypatc
 
 
 def test_several_gpus_in_one_process_are_not_data_parallel(root):
-    from seam.hparams import get_train_args
+    from llamafactory.hparams import get_train_args
 
     from kt_sft.llamafactory import seam
 

@@ -38,7 +38,7 @@ def _infer(root, **changes):
 
 @pytest.mark.parametrize("as_words", [False, True], ids=["mapping", "command line"])
 def test_inference_is_parsed_with_and_without_use_kt(as_words, root):
-    from seam.hparams import get_infer_args
+    from llamafactory.hparams import get_infer_args
 
     for use_kt, config in ((None, None), (True, '{"format": "bf16"}')):
         args = _infer(root, use_kt=use_kt, kt_config=config)
@@ -65,7 +65,7 @@ def theirs():
 
 
 def _parser_module(theirs):
-    from seam.hparams import parser
+    from llamafactory.hparams import parser
 
     module = ModuleType("parser")
     module.ModelArguments = parser.ModelArguments
@@ -123,7 +123,7 @@ OTHERS = {"_parse_train_mca_args": "USE_MCA", "_parse_train_mbridge_args": "USE_
 @pytest.mark.parametrize("name", OTHERS)
 def test_runs_that_another_library_trains_are_refused(name, monkeypatch):
     """They have parsers of their own, so none of our checks would see them."""
-    from seam.hparams import parser
+    from llamafactory.hparams import parser
 
     module = ModuleType("parser")
     vars(module).update({k: v for k, v in vars(parser).items() if k[:2] != "__"})
@@ -154,7 +154,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("key", REFUSED)
 def test_an_option_that_has_no_effect_is_refused_at_inference_too(key, root):
-    from seam.hparams import get_infer_args
+    from llamafactory.hparams import get_infer_args
 
     with pytest.raises(ValueError, match=f"{key}=.* is not supported with use_kt; "):
         get_infer_args(_infer(root, **{key: REFUSED[key]}))
@@ -188,8 +188,8 @@ def test_llamafactory_loads_as_stock(trained, root, tuned, monkeypatch):
     and warns that kt-kernel is too old. The adapter of a frozen model is in fp32 like that of a
     trained one and stays beside the weights.
     """
-    import seam.model.loader as loader
-    from seam.hparams import ModelArguments, get_infer_args
+    import llamafactory.model.loader as loader
+    from llamafactory.hparams import ModelArguments, get_infer_args
 
     seen = []
 
