@@ -24,7 +24,7 @@ import transformers
 from transformers.integrations import is_fsdp_enabled
 from transformers.modeling_utils import PreTrainedModel, is_local_dist_rank_0
 
-from kt_core import experts, runtime
+from kt_core import experts, formats, runtime
 from kt_core.loading import checkpoint, memory, packing, quantized, reuse
 from kt_core.loading.experts_contract import ExpertsLayout, find_experts
 from kt_core.loading.host import Host
@@ -55,18 +55,12 @@ class LoadSettings:
     reuse: bool = False
 
     def __post_init__(self) -> None:
-        formats = sorted({str(kernel["format"]) for kernel in runtime.kernels()})
-        if self.format not in formats:
-            raise ValueError(f"format {self.format!r} is not known; choose one of {formats}")
-        if self.group is not None and self.weights_per_scale != self.group:
-            raise ValueError(
-                f"group {self.group} has no meaning for format {self.format}; remove it"
-            )
+        formats.of(self.format).check_group(self.group)
 
     @property
     def weights_per_scale(self) -> int:
         """The group that is used: the one given or the format's default, 0 for none."""
-        return experts.Experts(1, 1, 1, format=self.format, group=self.group).group
+        return formats.of(self.format).check_group(self.group)
 
 
 @dataclass(frozen=True)

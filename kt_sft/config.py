@@ -16,8 +16,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-FORMATS = ("bf16", "int8", "int4")
-GROUPS = (0, 32, 64, 128)  # 0: one scale per output channel
+from kt_core import formats
+
 ACTIVATIONS = ("retain", "recompute")
 DENSE_DTYPES = ("auto", "bf16", "fp32")
 EXPORT_LAYOUTS = ("auto", "per_expert", "fused")
@@ -28,10 +28,9 @@ LORA_GROUPS = ("attention", "shared_experts", "experts", "router")
 class KTConfig:
     """Settings of the experts on the CPU.
 
-    format         how expert weights are stored: bf16, int8 or int4
-    group          weights that share one scale along the reduction: 32, 64, 128, or 0 for a whole
-                   channel; None takes the format's default (int8 128, int4 32); bf16 has no scales
-                   and takes no group
+    format         how expert weights are stored: a name of kt_core.formats
+    group          weights that share one scale along the reduction, one of the format's groups, 0
+                   being a whole channel; None takes its default; a format without scales takes none
     threads        worker threads of the kernels; None: this process's share of the CPUs
     numa_nodes     NUMA nodes that weights and threads are spread over; None: as found
     activation     retain: gate and up pre-activations are kept for backward; recompute: nothing is
@@ -51,7 +50,7 @@ class KTConfig:
                    auto, which is fp32 where the CPU multiplies that faster
     """
 
-    format: str = "int8"
+    format: str = formats.DEFAULT
     group: int | None = None
     threads: int | None = None
     numa_nodes: int | None = None
@@ -66,7 +65,7 @@ class KTConfig:
     merged_eval: int = 2
 
     def __post_init__(self) -> None:
-        _one_of("format", self.format, FORMATS)
+        _one_of("format", self.format, formats.names())
         _one_of("export_layout", self.export_layout, EXPORT_LAYOUTS)
         _one_of("activation", self.activation, ACTIVATIONS)
         _one_of("dense_dtype", self.dense_dtype, DENSE_DTYPES)
@@ -78,12 +77,13 @@ class KTConfig:
             _ranks(self.lora_rank)
         if self.group is not None:
             _whole("group", self.group, least=0)
-            _one_of("group", self.group, GROUPS)
-            if self.format == "bf16":
+            form = formats.of(self.format)
+            if not form.scaled:
                 raise ValueError(
-                    f"kt_config: group={self.group} has no meaning with format=bf16, which has no "
-                    "scales; remove group"
+                    f"kt_config: group={self.group} has no meaning with format={form.name}, which "
+                    "has no scales; remove group"
                 )
+            _one_of("group", self.group, form.groups)
         if self.threads is not None:
             _whole("threads", self.threads, least=1)
         if self.numa_nodes is not None:

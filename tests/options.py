@@ -389,7 +389,9 @@ _TUNING = [
     _same(
         TUNING,
         "pref_loss",
-        *_value("pref_loss", "hinge", "ipo", "kto_pair", "orpo", "simpo", stage="dpo"),
+        *_value("pref_loss", "ipo", "orpo", "simpo", stage="dpo"),
+        *_value("pref_loss", "hinge", "kto_pair", stage="dpo", acts=False),
+        note="LLaMA-Factory hands hinge and kto_pair to no trl from 0.24 on: sigmoid, in stock too",
     ),
     _same(TUNING, "dpo_label_smoothing", *_value("dpo_label_smoothing", 0.2, stage="dpo")),
     _same(TUNING, "kto_chosen_weight", *_value("kto_chosen_weight", 3.0, stage="kto")),
