@@ -243,7 +243,7 @@ def _load_pretrained_model(
         host.use_threads(settings.threads)
     source_name = str(load_config.pretrained_model_name_or_path)
     source = checkpoint.Source([Path(file) for file in checkpoint_files])
-    quantized.refuse_names((stored.name for stored in source.safetensors), source_name)
+    quantized.refuse_directory(Path(checkpoint_files[0]).parent)  # of a hub model too
     naming = Naming(model, load_config.weight_mapping)
     want = naming.want({layout.name: layout.shape for layout in layouts})
     form = packing.Format(settings.format, settings.weights_per_scale, settings.numa_nodes)
