@@ -1,5 +1,5 @@
-"""install() and uninstall() of the hooks into transformers, peft and accelerate; nothing else
-patches them.
+"""install() and uninstall() of the hooks into transformers, peft and accelerate. What else is
+replaced in other libraries is listed in DESIGN.md.
 
 The hooks act on models that are loaded inside `loading(config)` and on what peft does with those
 models; every other model of the process takes the original code.
