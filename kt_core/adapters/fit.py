@@ -120,11 +120,11 @@ def translated(data: AdapterData, names: Names) -> AdapterData:
     """`data` with the model's names; its config keeps the adapter's."""
     return dataclasses.replace(
         data,
-        experts={names.to_ours(k): v for k, v in data.experts.items()},
-        dense={names.to_ours(k): v for k, v in data.dense.items()},
-        embeddings={names.to_ours(k): v for k, v in data.embeddings.items()},
-        extra={names.to_ours(k): v for k, v in data.extra.items()},
-        variant={names.to_ours(k): v for k, v in data.variant.items()},
+        experts=names.all_to_ours(data.experts),
+        dense=names.all_to_ours(data.dense),
+        embeddings=names.all_to_ours(data.embeddings),
+        extra=names.all_to_ours(data.extra),
+        variant=names.all_to_ours(data.variant),
     )
 
 
@@ -144,11 +144,11 @@ def fit(data: AdapterData, site: Site, where: str) -> Fitted:
     fitted = _fit(data, _in_their_names(site, names), where)
     return dataclasses.replace(
         fitted,
-        experts={names.to_ours(k): v for k, v in fitted.experts.items()},
-        dense={names.to_ours(k): v for k, v in fitted.dense.items()},
-        embeddings={names.to_ours(k): v for k, v in fitted.embeddings.items()},
-        values={names.to_ours(k): v for k, v in fitted.values.items()},
-        rows={names.to_ours(k): v for k, v in fitted.rows.items()},
+        experts=names.all_to_ours(fitted.experts),
+        dense=names.all_to_ours(fitted.dense),
+        embeddings=names.all_to_ours(fitted.embeddings),
+        values=names.all_to_ours(fitted.values),
+        rows=names.all_to_ours(fitted.rows),
     )
 
 

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from kt_core.loading.headers import read_header
+
 INDEX = "model.safetensors.index.json"
 
 # What transformers reads beside the weights, and the terms under which the base is given. Weights
@@ -86,10 +88,7 @@ def write_index(source: Path, target: Path) -> None:
     weight_map: dict[str, str] = {}
     total = {"total_size": 0, "total_parameters": 0}
     for shard in sorted(target.glob("*.safetensors")):
-        with open(shard, "rb") as file:
-            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        header.pop("__metadata__", None)
-        for key, entry in header.items():
+        for key, entry in read_header(shard).items():
             weight_map[key] = shard.name
             begin, end = entry["data_offsets"]
             total["total_size"] += end - begin

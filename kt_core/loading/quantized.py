@@ -7,10 +7,13 @@ leaves the tables below.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
+
+from kt_core.loading.headers import read_header
 
 # quant_method of config.json -> what it is. A method that is not here is named as it calls itself.
 _METHODS = {
@@ -79,26 +82,13 @@ def refuse_directory(directory: str | Path) -> None:
         refuse_names(json.loads(index.read_text()).get("weight_map", {}), where)
     if not indices:
         for file in sorted(directory.glob("*.safetensors")):
-            refuse_names(_names(file), where)
+            names: Iterable[str] = ()
+            with contextlib.suppress(ValueError):  # a damaged file is named by who reads it
+                names = read_header(file)
+            refuse_names(names, where)
     files = [p.suffix for p in directory.iterdir()] if directory.is_dir() else []
     if ".gguf" in files and not {".safetensors", ".bin"} & set(files):
         _refuse(where, "GGUF", "its only weights are a .gguf file")
-
-
-def _names(file: Path) -> list[str]:
-    """Names of a safetensors file's tensors, from its header: eight bytes with the length of the
-    JSON that follows. The file is not mapped, which a limit of the address space may forbid; one
-    that is damaged has no names here, and is refused by who reads it.
-    """
-    with open(file, "rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        if length > file.stat().st_size:
-            return []
-        try:
-            header = json.loads(stream.read(length))
-        except ValueError:
-            return []
-    return list(header) if isinstance(header, dict) else []
 
 
 def _old_bitsandbytes(found: Mapping[str, Any]) -> str | None:

@@ -10,9 +10,11 @@ says what stands before the adapter's. Older adapters of Mixtral and its kin als
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
+from typing import TypeVar
 
+T = TypeVar("T")
 _OLD, _NEW = ".block_sparse_moe.", ".mlp."
 
 
@@ -41,6 +43,10 @@ class Names:
         if self.old:
             name = name.replace(_OLD, _NEW)
         return _swapped(name, self.theirs, self.ours)
+
+    def all_to_ours(self, by_name: Mapping[str, T]) -> dict[str, T]:
+        """The same values by the model's names."""
+        return {self.to_ours(name): value for name, value in by_name.items()}
 
     def to_theirs(self, name: str) -> str:
         """The adapter's name of a module or parameter that the model calls `name`."""
