@@ -13,7 +13,8 @@ from pathlib import Path
 import torch
 
 from kt_core import runtime
-from kt_core.experts import PROJECTIONS, Experts
+from kt_core.experts import Experts
+from kt_core.names import PROJECTIONS
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests"))

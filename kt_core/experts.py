@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from kt_core import _kt, formats, openmp, runtime
+from kt_core.names import PROJECTIONS
 
 openmp.share_threads()
 
-PROJECTIONS = ("gate", "up", "down")
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "sigmoid": 4}
 COMPUTE = {"bf16": 0, "int8": 1, "int16": 2}
 _DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}

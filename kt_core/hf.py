@@ -29,6 +29,7 @@ from kt_core.loading import checkpoint, memory, packing, quantized, reuse
 from kt_core.loading.experts_contract import ExpertsLayout, find_experts
 from kt_core.loading.host import Host
 from kt_core.loading.naming import Naming
+from kt_core.loading.parts import CheckpointFiles, ExpertRequest, ExpertTensor
 from kt_core.module import KTExpertsLinear, Runner, inference_runner
 
 _WRAPPED_ARGUMENTS = ["model", "state_dict", "checkpoint_files", "load_config"]
@@ -68,11 +69,11 @@ class Origin:
     """The checkpoint that a model's experts were packed from."""
 
     files: tuple[Path, ...]
-    want: checkpoint.Want
+    request: ExpertRequest
 
-    def parts(self) -> dict[str, list[checkpoint.Part]]:
+    def parts(self) -> dict[str, list[ExpertTensor]]:
         """Every projection of every expert by module name, to be read again."""
-        return checkpoint.collect(checkpoint.Source(self.files), self.want)
+        return checkpoint.collect(CheckpointFiles(self.files), self.request)
 
 
 _origins: WeakKeyDictionary[torch.nn.Module, Origin] = WeakKeyDictionary()
@@ -242,10 +243,10 @@ def _load_pretrained_model(
         runtime.set_numa_nodes(1)  # what an earlier load chose must not limit the threads
         host.use_threads(settings.threads)
     source_name = str(load_config.pretrained_model_name_or_path)
-    source = checkpoint.Source([Path(file) for file in checkpoint_files])
+    source = CheckpointFiles([Path(file) for file in checkpoint_files])
     quantized.refuse_directory(Path(checkpoint_files[0]).parent)  # of a hub model too
     naming = Naming(model, load_config.weight_mapping)
-    want = naming.want({layout.name: layout.shape for layout in layouts})
+    request = naming.request({layout.name: layout.shape for layout in layouts})
     form = packing.Format(settings.format, settings.weights_per_scale, settings.numa_nodes)
     other_bytes = _other_bytes(model, layouts, load_config.device_map)
     # Under FSDP with cpu_ram_efficient_loading only the first process of a machine holds them.
@@ -255,7 +256,7 @@ def _load_pretrained_model(
         packed = packing.pack(
             layouts,
             source,
-            want,
+            request,
             model=source_name,
             other_bytes=other_bytes,
             copies=copies,
@@ -269,11 +270,13 @@ def _load_pretrained_model(
         with host.step("comparing the memory they need with what is there", everywhere=True):
             memory.check(plan, memory.limits(), source_name)
     _swap(model, layouts, packed, settings.runner)
-    _origins[model] = Origin(source.files, want)
+    _origins[model] = Origin(source.files, request)
     # What transformers, which no longer knows the experts, will call their tensors.
     renamed = Naming(model, load_config.weight_mapping)
     ours = {
-        renamed.parameter(stored.name) for stored in source.safetensors if want.module(stored.name)
+        renamed.parameter(stored.name)
+        for stored in source.safetensors
+        if request.module(stored.name)
     }
     del source  # closes its files
     with host.step("loading the other weights", everywhere=True):

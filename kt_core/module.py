@@ -1,10 +1,10 @@
-"""The module that stands where a model's fused experts module stood.
+"""The module that stands where a model's experts module stood.
 
-Its call signature is that of transformers' fused experts (hidden_states [T, H], top_k_index [T, K]
-int64, top_k_weights [T, K]) -> [T, H]. It owns no nn.Parameter and no buffer: the packed weights
-are a plain attribute, so FSDP2, state_dict, `.to()`, dtype casts and optimizers never see them. Its
-class name contains "Linear" because LLaMA-Factory's `lora_target: all` finds adaptable modules by
-class name.
+Its call signature is that of transformers' experts modules (hidden_states [T, H], top_k_index
+[T, K] int64, top_k_weights [T, K]) -> [T, H]. It owns no nn.Parameter and no buffer: the packed
+weights are a plain attribute, so FSDP2, state_dict, `.to()`, dtype casts and optimizers never see
+them. Its class name contains "Linear" because LLaMA-Factory's `lora_target: all` finds adaptable
+modules by class name.
 
 What carries out the call is a `Runner`. The one here is for inference; kt_sft sets its own on the
 modules of a model that is loaded for training.

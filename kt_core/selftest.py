@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kt_core import runtime
-from kt_core.experts import PROJECTIONS, Experts, Lora
+from kt_core.experts import Experts, Lora
+from kt_core.names import PROJECTIONS
 
 FORWARD_BAR, GRAD_BAR, INT8_BAR = 4e-3, 6e-3, 2e-2  # docs/kernels.md, "Numerics"
 E, K = 3, 2  # experts, and experts per token

@@ -10,7 +10,8 @@ from reference import experts as reference
 from reference import round_bf16
 
 from kt_core import formats, kernels, runtime
-from kt_core.experts import PROJECTIONS, Experts, Lora
+from kt_core.experts import Experts, Lora
+from kt_core.names import PROJECTIONS
 
 FORWARD_BAR = 4e-3  # docs/kernels.md, bf16 domain
 INT8_BAR = 2e-2  # the same, int8 domain

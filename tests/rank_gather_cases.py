@@ -15,8 +15,9 @@ from rank_train_cases import train
 from torch import distributed
 
 from kt_core import experts as core
-from kt_core.experts import PROJECTIONS, Lora
+from kt_core.experts import Lora
 from kt_core.module import KTExpertsLinear
+from kt_core.names import PROJECTIONS
 from kt_sft.config import KTConfig
 from kt_sft.op import autograd, exchange, staging
 from kt_sft.ranks import host, row_gather

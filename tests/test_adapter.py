@@ -15,12 +15,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from kt_core import adapters, hf
+from kt_core.adapters.factors import Factors
 from kt_core.adapters.peft_config import adapter_config, write_adapter
 from kt_core.adapters.peft_format import (
     CONFIG_FILE,
     WEIGHTS_FILE,
     AdapterData,
-    Factors,
     expert_names,
     parse_adapter,
     read_adapter,

@@ -13,7 +13,8 @@ import torch
 from kernel_cases import make_case
 
 from kt_core import _kt, runtime
-from kt_core.experts import PROJECTIONS, Experts, Lora
+from kt_core.experts import Experts, Lora
+from kt_core.names import PROJECTIONS
 
 
 @pytest.fixture(autouse=True)

@@ -25,7 +25,8 @@ from kernel_cases import (
 from reference import round_bf16
 
 from kt_core import kernels
-from kt_core.experts import PROJECTIONS, Experts, Lora
+from kt_core.experts import Experts, Lora
+from kt_core.names import PROJECTIONS
 
 FORMATS = sorted({k["format"] for k in kernels()})
 

@@ -26,6 +26,7 @@ from safetensors.torch import load_file, save_file
 from kt_core import experts, hf
 from kt_core.loading import checkpoint
 from kt_core.loading.experts_contract import find_experts
+from kt_core.loading.parts import CheckpointFiles, ExpertRequest
 from kt_core.module import KTExpertsLinear
 
 IDS = torch.randint(3, 120, (2, 48), generator=torch.Generator().manual_seed(1))
@@ -175,8 +176,8 @@ def test_a_square_fused_tensor_is_taken_as_transformers_takes_it(tmp_path):
     down = torch.randn(2, 8, 4)
     file = tmp_path / "model.safetensors"
     save_file({"layers.0.experts.gate_up_proj": weights, "layers.0.experts.down_proj": down}, file)
-    want = checkpoint.Want({"layers.0.experts": (2, 8, 4)}, transposed=True)  # names as stored
-    parts = checkpoint.collect(checkpoint.Source([file]), want)["layers.0.experts"]
+    want = ExpertRequest({"layers.0.experts": (2, 8, 4)}, transposed=True)  # names as stored
+    parts = checkpoint.collect(CheckpointFiles([file]), want)["layers.0.experts"]
     got = {(p.expert, p.projection): p.read() for p in parts}
     assert torch.equal(got[1, "gate"], weights[1, :4]) and torch.equal(got[1, "up"], weights[1, 4:])
     assert torch.equal(got[1, "down"], down[1])

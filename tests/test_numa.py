@@ -30,7 +30,8 @@ from kernel_cases import (
 )
 
 from kt_core import _kt, runtime
-from kt_core.experts import PROJECTIONS, Experts
+from kt_core.experts import Experts
+from kt_core.names import PROJECTIONS
 
 FORMATS = ("bf16", "int8", "int4")
 CALLS = ("mbind", "set_mempolicy", "sched_setaffinity")

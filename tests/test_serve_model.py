@@ -27,8 +27,9 @@ from serve_cases import serving, tokens_of, until
 from transformers import AutoTokenizer
 
 from kt_core.adapters import adapter, load_adapter
+from kt_core.adapters.factors import Factors
 from kt_core.adapters.peft_config import write_adapter
-from kt_core.adapters.peft_format import AdapterData, Factors
+from kt_core.adapters.peft_format import AdapterData
 from kt_core.hf import load_model
 from kt_core.serve import __main__ as cli
 from kt_core.serve import loading

@@ -12,8 +12,8 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from kt_core.experts import PROJECTIONS
 from kt_core.module import KTExpertsLinear
+from kt_core.names import PROJECTIONS
 
 STEPS = 20
 # names that peft takes neither for fused experts nor for the router

@@ -8,7 +8,8 @@ import pytest
 import torch
 from kernel_cases import BATCH_INVARIANT, choose_tier, make_case, relative
 
-from kt_core.experts import PROJECTIONS, Lora, Share
+from kt_core.experts import Lora, Share
+from kt_core.names import PROJECTIONS
 
 E, TOKENS, K, SEEDS = 6, (9, 0, 14), 3, (11, 7, 2**62 + 5)
 

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from kt_core.adapters.extra import Rows
+from kt_core.adapters.factors import Factors
 from kt_core.adapters.fit import Fitted, fit, site_of
-from kt_core.adapters.peft_format import Factors, read_adapter, refuse_variant
+from kt_core.adapters.peft_format import read_adapter, refuse_variant
 from kt_core.experts import Experts, Lora, in_one_dtype
 from kt_core.module import KTExpertsLinear, Runner, is_linear
 

@@ -17,17 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from kt_core.adapters.extra import Extra, Rows, plain, understand
-from kt_core.adapters.peft_format import (
-    PROJECTION_KEYS,
-    PROJECTION_OF,
-    AdapterData,
-    Factors,
-    projection_names,
-)
+from kt_core.adapters.factors import Factors
+from kt_core.adapters.peft_format import AdapterData
 from kt_core.adapters.rules import ends, picked_by, picks_expert
-from kt_core.loading.checkpoint import Shape
-from kt_core.loading.text_part import Names, names_between
+from kt_core.adapters.text_part import Names, names_between
+from kt_core.loading.parts import Shape
 from kt_core.module import KTExpertsLinear, is_linear
+from kt_core.names import PROJECTION_KEYS, PROJECTION_OF, projection_names
 
 _LIMITS = ("layers_to_transform", "layers_pattern", "exclude_modules", "target_parameters")
 

@@ -11,23 +11,21 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from kt_core.adapters.peft_format import Factors
-
-PARAMETERS = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}
+from kt_core.adapters.factors import Factors
+from kt_core.names import STACKED
 
 
 def fuse(module: Mapping[str, Factors]) -> dict[str, Factors]:
-    """From factors by projection to factors by fused parameter (those that have any): a [E, R, in],
-    b [E, out, R], R = 2 r where gate and up are both there. Gate and up must agree in scale.
+    """From factors by projection to factors by stacked parameter (those that have any): a
+    [E, R, in], b [E, out, R], R = 2 r where gate and up are both there. Gate and up must agree in
+    scale.
     """
     out = {}
-    for parameter, projections in PARAMETERS.items():
+    for parameter, projections in STACKED.items():
         parts = [module[p] for p in projections if p in module]
         if not parts:
             continue

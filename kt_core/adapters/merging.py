@@ -21,11 +21,13 @@ from torch import Tensor
 
 from kt_core.adapters import merged_files
 from kt_core.adapters.extra import Rows
+from kt_core.adapters.factors import Factors
 from kt_core.adapters.fit import Fitted, Site, fit, site_of
-from kt_core.adapters.peft_format import Factors, read_adapter, refuse_variant
+from kt_core.adapters.peft_format import read_adapter, refuse_variant
+from kt_core.adapters.skeleton import Skeleton, skeleton, weight_files
 from kt_core.loading import checkpoint, quantized
 from kt_core.loading.experts_contract import find_experts
-from kt_core.loading.skeleton import Skeleton, skeleton, weight_files
+from kt_core.loading.parts import CheckpointFiles, TensorHeader
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -102,7 +104,7 @@ def merge(
             f"{where} was trained without these new tokens: remove them, or train it with "
             "resize_vocab"
         )
-    plan = _plan(fitted, site, checkpoint.Source(files), bones, where)
+    plan = _plan(fitted, site, CheckpointFiles(files), bones, where)
     config = json.loads((source / "config.json").read_text())
     merged_files.describe(config, rows=plan.rows, untied=bool(plan.new), dtype=dtype)
     temporary = out.with_name(f".{out.name}.merging")
@@ -142,9 +144,9 @@ def _merge_shard(source: Path, target: Path, plan: _Plan, dtype: torch.dtype | N
 
 
 def _plan(
-    fitted: Fitted, site: Site, source: checkpoint.Source, bones: Skeleton, where: str
+    fitted: Fitted, site: Site, source: CheckpointFiles, bones: Skeleton, where: str
 ) -> _Plan:
-    stored: dict[str, list[checkpoint.Stored]] = {}
+    stored: dict[str, list[TensorHeader]] = {}
     for entry in source.safetensors:
         stored.setdefault(bones.naming.parameter(entry.name), []).append(entry)
     by_parameter = _parameter_edits(fitted)
@@ -167,8 +169,8 @@ def _plan(
             )
         edits[found[0].name] = edit
     shapes = {path: site.experts[path] for path in fitted.experts}
-    want = bones.naming.want(shapes)
-    for path, parts in checkpoint.collect(source, want).items() if shapes else ():
+    request = bones.naming.request(shapes)
+    for path, parts in checkpoint.collect(source, request).items() if shapes else ():
         for part in parts:
             f = fitted.experts[path].get(part.projection)
             if f is not None:
@@ -200,7 +202,7 @@ def _untie(
     twin: str,
     origin: str,
     edits: dict[str, _Edit],
-    stored: Mapping[str, Sequence[checkpoint.Stored]],
+    stored: Mapping[str, Sequence[TensorHeader]],
     new: dict[str, tuple[str, _Edit]],
 ) -> None:
     """Of two tied parameters, of which the checkpoint holds one: the edit of the other becomes a

@@ -20,7 +20,6 @@ from kt_core.adapters.fused_layout import fuse, fused_tensors
 from kt_core.adapters.peft_format import (
     CONFIG_FILE,
     METADATA,
-    PROJECTION_KEYS,
     WEIGHTS_FILE,
     AdapterData,
     completed,
@@ -29,6 +28,7 @@ from kt_core.adapters.peft_format import (
     standard_tensors,
     variant_of,
 )
+from kt_core.names import PROJECTION_KEYS
 
 
 def write_adapter(

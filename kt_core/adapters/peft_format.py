@@ -33,13 +33,12 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from kt_core.adapters.factors import Factors
 from kt_core.adapters.fused_layout import split
 from kt_core.adapters.rules import check_config, picks_expert
+from kt_core.names import PROJECTION_KEYS, PROJECTION_OF, STACKED, projection_names
 
-PROJECTION_KEYS = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 WEIGHTS_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
-_MIXTRAL = {"gate": "w1", "up": "w3", "down": "w2"}
-PROJECTION_OF = {name: p for p, name in [*PROJECTION_KEYS.items(), *_MIXTRAL.items()]}
 METADATA = "kt"  # our entry among the safetensors metadata: what the standard config cannot say
 _EXPERT = re.compile(
     r"^(?P<path>.+\.experts)\.(?P<e>\d+)\.(?P<name>\w+)\.lora_(?P<ab>[AB])\.weight$"
@@ -81,31 +80,6 @@ def pattern_value(patterns: Mapping[str, Any] | None, names: Sequence[str], defa
 
 
 @dataclass(frozen=True)
-class Factors:
-    """One LoRA: a [r, in], b [out, r] of a Linear, or a [E, r, in], b [E, out, r] of a projection
-    of the experts.
-    """
-
-    a: Tensor
-    b: Tensor
-    scaling: float
-
-    @property
-    def rank(self) -> int:
-        """r, from the tensors."""
-        return self.a.shape[-2]
-
-    @property
-    def alpha(self) -> float:
-        """The lora_alpha that gives `scaling` without rslora."""
-        return self.scaling * self.rank
-
-    def delta(self) -> Tensor:
-        """scaling * B @ A in fp32, [out, in] or [E, out, in]."""
-        return self.scaling * (self.b.float() @ self.a.float())
-
-
-@dataclass(frozen=True)
 class AdapterData:
     """An adapter in memory; module paths are those of the transformers model, e.g.
     model.layers.0.mlp.experts.
@@ -113,7 +87,7 @@ class AdapterData:
     embeddings: LoRA of nn.Embedding modules, a [r, V] and b [H, r] as peft stores them: the delta
     of the weight [V, H] is the transpose of scaling * b @ a. extra: every tensor that is not LoRA,
     by the key it has in the file without peft's prefix (whole modules, biases, copies of base
-    weights; see adapter_extra.py). variant: what DoRA and lora_bias train beside the factors of
+    weights; see extra.py). variant: what DoRA and lora_bias train beside the factors of
     dense modules, by the key it has there. dropout: of the training run.
     """
 
@@ -301,11 +275,6 @@ def _check_manifest(found: Mapping[str, Any], trained: Mapping[str, Any], where:
         )
 
 
-def projection_names(projection: str) -> list[str]:
-    """Leaf names that a projection has in the families."""
-    return [PROJECTION_KEYS[projection], _MIXTRAL[projection]]
-
-
 def _virtual(path: str, projection: str) -> list[str]:
     names = sorted(projection_names(projection))
     return [f"{path}{e}.{n}" for e in ("", ".0") for n in names] + [path]
@@ -401,11 +370,7 @@ def _unfuse(
         b3 = b.reshape(b.shape[0], rank, count).permute(2, 0, 1)
         if swapped:
             a3, b3 = b3.transpose(1, 2), a3.transpose(1, 2)
-        parts = (
-            {"down": b3}
-            if name == "down_proj"
-            else dict(zip(("gate", "up"), b3.chunk(2, 1), strict=True))
-        )
+        parts = dict(zip(STACKED[name], b3.chunk(len(STACKED[name]), 1), strict=True))
         for p, part in parts.items():
             pair3 = {"A": a3.contiguous(), "B": part.contiguous()}
             out[p] = _factors(pair3, config, names, where)

@@ -12,139 +12,35 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from safetensors import SafetensorError
 
+from kt_core.experts import Experts
 from kt_core.loading import dialect
-
-if TYPE_CHECKING:
-    from kt_core.experts import Experts
-
-PROJECTIONS = ("gate", "up", "down")
-# Safetensors dtype -> bytes per element; the ones `Experts.put` packs.
-_READABLE = {"BF16": 2, "F16": 2, "F32": 4}
-
-Shape = tuple[int, int, int]
-"""num_experts, hidden, intermediate of one layer."""
-
-
-@dataclass(frozen=True)
-class Want:
-    """What a model asks of a checkpoint.
-
-    shapes: module name in the model -> (experts, hidden, intermediate). parameter: the model's own
-    name for the parameter that a stored tensor goes to. projection: of the tensors that its loader
-    collects by expert, gate, up or down; None for others. transposed: the model's own loader
-    transposes fused expert tensors.
-    """
-
-    shapes: Mapping[str, Shape]
-    parameter: Callable[[str], str] = str
-    projection: Callable[[str], str | None] = lambda tensor: None
-    transposed: bool = False
-
-    def module(self, tensor: str) -> str | None:
-        """The experts module that a stored tensor belongs to; None if the model has none such."""
-        name = self.parameter(tensor).rpartition(".")[0]
-        return name if name in self.shapes else None
+from kt_core.loading.parts import (
+    READABLE,
+    CheckpointFiles,
+    ExpertRequest,
+    ExpertTensor,
+    Shape,
+    TensorHeader,
+    bad_shape,
+)
+from kt_core.names import PROJECTIONS
 
 
-@dataclass(frozen=True)
-class Part:
-    """One projection of one expert as it lies in a checkpoint: shape [out, in]; `read` gives that
-    tensor, `view` its place in the whole stored tensor.
-    """
-
-    module: str
-    expert: int
-    projection: str
-    shape: tuple[int, ...]
-    dtype: str
-    tensor: str
-    file: Path
-    read: Callable[[], Tensor] = field(compare=False, repr=False)
-    view: Callable[[Tensor], Tensor] = field(compare=False, repr=False)
-
-    @property
-    def readable(self) -> bool:
-        """Whether `Experts.put` takes this dtype."""
-        return self.dtype in _READABLE
-
-    @property
-    def nbytes(self) -> int:
-        """Stored bytes of the part."""
-        size = _READABLE[self.dtype]
-        for n in self.shape:
-            size *= n
-        return size
-
-
-@dataclass(frozen=True)
-class Stored:
-    """Header entry of one tensor in a safetensors file; `handle` is the open file."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    file: Path
-    handle: Any = field(compare=False, repr=False)
-
-
-class Source:
-    """The files of one checkpoint; headers are read once, on first use, and the files then stay
-    open.
-    """
-
-    def __init__(self, files: Sequence[Path]) -> None:
-        """Raises FileNotFoundError for a missing file, ValueError for a pickle."""
-        for file in files:
-            if not file.is_file():
-                raise FileNotFoundError(
-                    f"checkpoint file {file} is missing; download or copy it again"
-                )
-            if file.suffix in (".bin", ".pt", ".pth"):
-                raise ValueError(
-                    f"checkpoint file {file} is a pickle, which cannot be streamed; save the model "
-                    "as safetensors (model.save_pretrained) and load that"
-                )
-        self.files = tuple(files)
-
-    @cached_property
-    def safetensors(self) -> list[Stored]:
-        """Header entries of all `.safetensors` files. Raises ValueError naming a file that is
-        truncated or not one.
-        """
-        return [s for f in self.files if f.suffix == ".safetensors" for s in _headers(f)]
-
-
-def _headers(file: Path) -> list[Stored]:
-    try:
-        handle = safe_open(str(file), framework="pt", device="cpu")
-    except SafetensorError as error:
-        raise ValueError(
-            f"checkpoint file {file} is truncated or not a safetensors file ({error}); download or "
-            "copy it again"
-        ) from error
-    slices = ((name, handle.get_slice(name)) for name in handle.keys())  # noqa: SIM118 - not a dict
-    return [Stored(n, tuple(s.get_shape()), s.get_dtype(), file, handle) for n, s in slices]
-
-
-def collect(source: Source, want: Want) -> dict[str, list[Part]]:
+def collect(source: CheckpointFiles, request: ExpertRequest) -> dict[str, list[ExpertTensor]]:
     """Reads all headers and returns the parts of every wanted module, in the order in which they
     lie in the files.
 
     Raises ValueError, naming file and tensor, for a truncated or foreign file, an expert that is
     missing or stored twice, a wrong shape, or a dtype that is not bf16, fp16 or fp32.
     """
-    parts = [part for scan in dialect.scanners() for part in scan(source, want)]
-    chosen: dict[tuple[str, int, str], Part] = {}
+    parts = [part for scan in dialect.scanners() for part in scan(source, request)]
+    chosen: dict[tuple[str, int, str], ExpertTensor] = {}
     for part in parts:
-        _check_shape(part, want.shapes[part.module])
+        _check_shape(part, request.shapes[part.module])
         key = (part.module, part.expert, part.projection)
         other = chosen.get(key)
         if other is not None and other.readable and part.readable:
@@ -155,23 +51,25 @@ def collect(source: Source, want: Want) -> dict[str, list[Part]]:
             )
         if other is None or part.readable:
             chosen[key] = part
-    return {name: _layer(name, shape, chosen, source, want) for name, shape in want.shapes.items()}
+    return {
+        name: _layer(name, shape, chosen, source, request) for name, shape in request.shapes.items()
+    }
 
 
 def _layer(
     module: str,
     shape: Shape,
-    chosen: Mapping[tuple[str, int, str], Part],
-    source: Source,
-    want: Want,
-) -> list[Part]:
+    chosen: Mapping[tuple[str, int, str], ExpertTensor],
+    source: CheckpointFiles,
+    request: ExpertRequest,
+) -> list[ExpertTensor]:
     files = source.files
     keys = [(module, e, p) for e in range(shape[0]) for p in PROJECTIONS]
     missing = [key for key in keys if key not in chosen]
     if missing:
         _, expert, projection = missing[0]
         where = files[0] if len(files) == 1 else f"{files[0].parent} ({len(files)} files)"
-        if len(missing) == len(keys) and (others := _alike(module, source, want)):
+        if len(missing) == len(keys) and (others := _alike(module, source, request)):
             raise ValueError(
                 f"checkpoint {where} has no tensor under a name that is known for the experts of "
                 f"{module}, but others there, such as {others[0].name} {list(others[0].shape)}; "
@@ -188,13 +86,13 @@ def _layer(
         if not part.readable:
             raise ValueError(
                 f"tensor {part.tensor} in {part.file} has dtype {part.dtype}; experts are read "
-                f"from {', '.join(_READABLE)}: convert the checkpoint to bf16"
+                f"from {', '.join(READABLE)}: convert the checkpoint to bf16"
             )
     order = {file: i for i, file in enumerate(files)}
     return sorted((chosen[key] for key in keys), key=lambda part: order[part.file])
 
 
-def _alike(module: str, source: Source, want: Want) -> list[Stored]:
+def _alike(module: str, source: CheckpointFiles, request: ExpertRequest) -> list[TensorHeader]:
     """Tensors of the layer of `module` that could be its experts by their shape or number, but go
     to no module that is wanted.
     """
@@ -203,13 +101,13 @@ def _alike(module: str, source: Source, want: Want) -> list[Stored]:
     return [
         s
         for s in source.safetensors
-        if want.module(s.name) is None
-        and (s.name.startswith(layer) or want.parameter(s.name).startswith(layer))
+        if request.module(s.name) is None
+        and (s.name.startswith(layer) or request.parameter(s.name).startswith(layer))
         and (len(s.shape) == 3 or re.search(r"\.\d+\.", s.name[len(layer) - 1 :]))
     ]
 
 
-def _check_shape(part: Part, shape: Shape) -> None:
+def _check_shape(part: ExpertTensor, shape: Shape) -> None:
     num_experts, hidden, intermediate = shape
     if part.expert >= num_experts:
         raise ValueError(
@@ -221,17 +119,7 @@ def _check_shape(part: Part, shape: Shape) -> None:
         raise bad_shape(part.tensor, part.file, part.shape, expected)
 
 
-def bad_shape(
-    tensor: str, file: Path, shape: tuple[int, ...], expected: tuple[int, ...]
-) -> ValueError:
-    """The error for a tensor whose stored shape is not the model's."""
-    return ValueError(
-        f"tensor {tensor} in {file} has shape {list(shape)} where the model needs "
-        f"{list(expected)}; check that config.json belongs to this checkpoint"
-    )
-
-
-def fill(experts: Experts, parts: Sequence[Part], progress: Callable[[int], None]) -> None:
+def fill(experts: Experts, parts: Sequence[ExpertTensor], progress: Callable[[int], None]) -> None:
     """Packs one layer; at most one part is held unpacked. `progress` is told the stored bytes of
     every part.
 

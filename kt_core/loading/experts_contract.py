@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from kt_core.loading.checkpoint import Shape
+from kt_core.loading.parts import Shape
 
 _EXPERT_PARAMETERS = {"gate_up_proj", "gate_proj", "up_proj", "down_proj"}
 

@@ -10,20 +10,18 @@ from typing import Any
 
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-from kt_core.loading import checkpoint
+from kt_core.loading.parts import ExpertRequest, Shape
+from kt_core.names import STACKED
 
 # What transformers does to expert tensors when it loads them, as far as the dialects do the same.
 _KNOWN_CONVERSIONS = {"MergeModulelist", "Concatenate", "Transpose", "Force16BytesAlignment"}
-
-# A fused parameter -> the projections that its loader concatenates into it, in this order.
-_FUSED = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}
 
 
 class Naming:
     """The names of one model, from its weight mapping (`load_config.weight_mapping`, or
     `get_model_conversion_mapping`).
 
-    transposed: its loader transposes fused expert tensors. Raises ValueError for a conversion of
+    transposed: its loader transposes stacked expert tensors. Raises ValueError for a conversion of
     experts that we do not do.
     """
 
@@ -44,16 +42,16 @@ class Naming:
     def projection(self, tensor: str) -> str | None:
         """gate, up or down for a stored tensor that the loader collects by expert, else None."""
         name, pattern = self._renamed(tensor)
-        parts = _FUSED.get(name.rpartition(".")[2])
+        parts = STACKED.get(name.rpartition(".")[2])
         for converter in self._converters if parts and pattern else ():
             sources = list(converter.source_patterns)
             if pattern in sources and parts is not None and len(sources) == len(parts):
                 return parts[sources.index(pattern)]
         return None
 
-    def want(self, shapes: Mapping[str, checkpoint.Shape]) -> checkpoint.Want:
+    def request(self, shapes: Mapping[str, Shape]) -> ExpertRequest:
         """What a model with experts of these shapes asks of a checkpoint."""
-        return checkpoint.Want(shapes, self.parameter, self.projection, self.transposed)
+        return ExpertRequest(shapes, self.parameter, self.projection, self.transposed)
 
     def _renamed(self, tensor: str) -> tuple[str, str | None]:
         """The parameter, and the pattern of the converter that takes the tensor."""

@@ -21,10 +21,11 @@ from kt_core import experts, runtime
 from kt_core.loading import checkpoint, memory, numa, packed_file, shared
 from kt_core.loading.experts_contract import ExpertsLayout
 from kt_core.loading.host import Host
+from kt_core.loading.parts import CheckpointFiles, ExpertRequest, ExpertTensor
 
 log = logging.getLogger("kt")
 
-Parts = Mapping[str, list[checkpoint.Part]]
+Parts = Mapping[str, list[ExpertTensor]]
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,8 @@ class Format:
 
 def pack(
     layouts: Sequence[ExpertsLayout],
-    source: checkpoint.Source,
-    want: checkpoint.Want,
+    source: CheckpointFiles,
+    request: ExpertRequest,
     *,
     model: str,
     other_bytes: int,
@@ -51,7 +52,7 @@ def pack(
 ) -> dict[str, experts.Experts]:
     """Packed experts of every layout, by module name.
 
-    want: the names and shapes that `layouts` ask of `source`. model: directory or hub id.
+    request: the names and shapes that `layouts` ask of `source`. model: directory or hub id.
     other_bytes: CPU bytes of all other weights, of which `copies` processes of the host hold a copy
     each. packed_dir: where the packed file is, or is made. host: the processes that load together.
     Raises ValueError, FileNotFoundError, OSError or MemoryError, in one sentence, on all of them.
@@ -92,7 +93,7 @@ def pack(
         parts: Parts = {}
         with host.step("reading the checkpoint's headers"):
             if host.rank == 0:
-                parts = checkpoint.collect(source, want)
+                parts = checkpoint.collect(source, request)
         views: Mapping[str, memoryview] = {}
         if file is not None:
             identity = _identity(model, format, slices, layouts, sizes, parts, host)

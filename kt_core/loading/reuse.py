@@ -11,15 +11,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kt_core import experts
-from kt_core.loading import checkpoint
 from kt_core.loading.experts_contract import ExpertsLayout
+from kt_core.loading.parts import CheckpointFiles
 
 _held: weakref.WeakValueDictionary[Any, experts.Experts] = weakref.WeakValueDictionary()
 
 
 def remember(
     packed: Mapping[str, experts.Experts],
-    source: checkpoint.Source,
+    source: CheckpointFiles,
     layouts: Sequence[ExpertsLayout],
     form: Any,
 ) -> None:
@@ -29,7 +29,7 @@ def remember(
 
 
 def find(
-    source: checkpoint.Source, layouts: Sequence[ExpertsLayout], form: Any
+    source: CheckpointFiles, layouts: Sequence[ExpertsLayout], form: Any
 ) -> dict[str, experts.Experts] | None:
     """The packed experts of every layout, if all are alive and the files have not changed."""
     found = [_held.get(key) for key in _keys(source, layouts, form)]
@@ -38,7 +38,7 @@ def find(
 
 
 def _keys(
-    source: checkpoint.Source, layouts: Sequence[ExpertsLayout], form: Any
+    source: CheckpointFiles, layouts: Sequence[ExpertsLayout], form: Any
 ) -> list[tuple[Any, ...]]:
     files = []
     for file in source.files:

@@ -109,12 +109,6 @@ def _refuse(kind: str, arguments: Any) -> None:
             raise ValueError(f"{key}={value!r} is not supported with use_kt; {fix}")
 
 
-def has_router_loss(config: Any) -> bool:
-    """Whether a model of this transformers config adds a router loss to its own loss."""
-    parts = (config, config.get_text_config())
-    return any(bool(vars(part).get("output_router_logits")) for part in parts)
-
-
 def check_model(model: Any, model_args: Any, finetuning_args: Any, *, reentrant: bool) -> None:
     """What shows with a loaded model and its adapters only. Raises ValueError, in one sentence, for
     an optimizer that has no rule for the experts' factors; warns of a router loss without gradient
@@ -122,6 +116,7 @@ def check_model(model: Any, model_args: Any, finetuning_args: Any, *, reentrant:
     """
     from transformers import PreTrainedModel
 
+    from kt_sft.lora import model_parts
     from kt_sft.lora.layer import KTExpertsLoraLinear
 
     factors = [n for n, m in model.named_modules() if isinstance(m, KTExpertsLoraLinear)]
@@ -134,7 +129,11 @@ def check_model(model: Any, model_args: Any, finetuning_args: Any, *, reentrant:
             )
     base = next(m for m in model.modules() if isinstance(m, PreTrainedModel))
     checkpoints = not model_args.disable_gradient_checkpointing
-    if checkpoints and has_router_loss(base.config) and (reentrant or model_args.use_unsloth_gc):
+    if (
+        checkpoints
+        and model_parts.has_router_loss(base.config)
+        and (reentrant or model_args.use_unsloth_gc)
+    ):
         log.warning(
             "kt: %s=True keeps no gradient of the router loss, as in stock LLaMA-Factory; remove "
             "it to train with that gradient",

@@ -33,6 +33,7 @@ from peft.utils.save_and_load import (
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from kt_core.adapters.factors import Factors
 from kt_core.adapters.fit import fit, names_of, site_of, translated
 from kt_core.adapters.peft_config import (
     adapter_tensors,
@@ -41,10 +42,8 @@ from kt_core.adapters.peft_config import (
 )
 from kt_core.adapters.peft_format import (
     CONFIG_FILE,
-    PROJECTION_KEYS,
     WEIGHTS_FILE,
     AdapterData,
-    Factors,
     expert_names,
     manifest,
     parse_adapter,
@@ -52,6 +51,7 @@ from kt_core.adapters.peft_format import (
     variant_of,
 )
 from kt_core.module import KTExpertsLinear, is_linear
+from kt_core.names import PROJECTION_KEYS
 from kt_sft.config import KTConfig
 from kt_sft.lora import model_parts, stock_peft, targets
 from kt_sft.lora.layer import KTExpertsLoraLinear, check_supported

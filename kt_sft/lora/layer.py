@@ -22,9 +22,9 @@ from peft import LoraConfig
 from peft.tuners.lora.layer import LoraLayer
 from torch import Tensor, nn
 
-from kt_core.adapters.peft_format import PROJECTION_KEYS
 from kt_core.experts import Lora
 from kt_core.module import KTExpertsLinear
+from kt_core.names import PROJECTION_KEYS
 from kt_sft.lora.targets import plan_of
 
 # LoRA options that dense modules may have, and experts not.
@@ -67,7 +67,7 @@ class ExpertFactors(nn.Module):
 
 
 class KTExpertsLoraLinear(nn.Module, LoraLayer):
-    """LoRA around a KTExpertsLinear; created by peft. Called like transformers' fused experts."""
+    """LoRA around a KTExpertsLinear; created by peft. Called like transformers' experts modules."""
 
     # What LoraLayer sets up, by adapter name; peft is not typed.
     r: dict[str, int]

@@ -68,6 +68,12 @@ def rules(new: NewAdapters) -> Iterator[None]:
         _rules.reset(token)
 
 
+def has_router_loss(config: Any) -> bool:
+    """Whether a model of this transformers config adds a router loss to its own loss."""
+    parts = (config, config.get_text_config())
+    return any(bool(vars(part).get("output_router_logits")) for part in parts)
+
+
 def routers_of(model: nn.Module) -> dict[str, nn.Module]:
     """What decides which experts a token goes to, by path as on the model without any adapter: the
     modules that hold a matrix `weight` [experts, hidden], at any depth, in the child named gate or

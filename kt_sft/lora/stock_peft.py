@@ -28,9 +28,10 @@ from peft import PeftModel
 from peft.tuners.lora.layer import LoraLayer, ParamWrapper
 from torch import nn
 
+from kt_core.adapters.factors import Factors
 from kt_core.adapters.fused_layout import flattened, fuse
 from kt_core.adapters.peft_config import adapter_config, adapter_tensors
-from kt_core.adapters.peft_format import CONFIG_FILE, WEIGHTS_FILE, AdapterData, Factors, completed
+from kt_core.adapters.peft_format import CONFIG_FILE, WEIGHTS_FILE, AdapterData, completed
 
 log = logging.getLogger("kt")
 

@@ -21,9 +21,9 @@ from peft import LoraConfig
 from peft.tuners.tuners_utils import _maybe_include_all_linear_layers
 from torch import nn
 
-from kt_core.adapters.fused_layout import PARAMETERS as FUSED
-from kt_core.adapters.peft_format import PROJECTION_KEYS, expert_names, pattern_value
+from kt_core.adapters.peft_format import expert_names, pattern_value
 from kt_core.module import KTExpertsLinear, is_linear
+from kt_core.names import PROJECTION_KEYS, STACKED
 from kt_sft.lora import model_parts
 
 
@@ -79,7 +79,7 @@ def resolve(config: LoraConfig, model: nn.Module, model_type: str) -> dict[int, 
     experts = experts_of(model)
     names = expert_names(model_type)
     model_parts.check_whole_modules(config, model)
-    _take_fused_parameters(config, model, experts)
+    _take_stacked_parameters(config, model, experts)
     model_parts.expand(config, model)
     model_parts.settle_routers(config, model)
     model_parts.check_dropout(config, model)
@@ -114,10 +114,10 @@ class _Names:
 def _names(
     path: str, module: KTExpertsLinear, projection: str, published: Mapping[str, str]
 ) -> _Names:
-    fused = next(name for name, parts in FUSED.items() if projection in parts)
+    stacked = next(name for name, parts in STACKED.items() if projection in parts)
     leaves = sorted({PROJECTION_KEYS[projection], published[projection]})
     return _Names(
-        (path, *(f"{path}.{leaf}" for leaf in {*leaves, fused})),
+        (path, *(f"{path}.{leaf}" for leaf in {*leaves, stacked})),
         tuple(tuple(f"{path}.{e}.{leaf}" for leaf in leaves) for e in range(module.num_experts)),
     )
 
@@ -238,11 +238,11 @@ def _check_patterns(
             )
 
 
-def _take_fused_parameters(
+def _take_stacked_parameters(
     config: LoraConfig, model: nn.Module, experts: Mapping[str, KTExpertsLinear]
 ) -> None:
-    """target_parameters of fused experts (gate_up_proj, down_proj), stock peft's way to name them,
-    become projections; others must be matrices of this model.
+    """target_parameters of stacked experts (gate_up_proj, down_proj), stock peft's way to name
+    them, become projections; others must be matrices of this model.
     """
     if not config.target_parameters:
         return
@@ -258,7 +258,7 @@ def _take_fused_parameters(
         hits = {
             f"{path}.{PROJECTION_KEYS[p]}"
             for path in experts
-            for name, projections in FUSED.items()
+            for name, projections in STACKED.items()
             if f"{path}.{name}" == target or f"{path}.{name}".endswith(f".{target}")
             for p in projections
         }

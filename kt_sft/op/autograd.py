@@ -25,8 +25,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kt_core.experts import PROJECTIONS, Experts, Lora, in_one_dtype
+from kt_core.experts import Experts, Lora, in_one_dtype
 from kt_core.module import Runner
+from kt_core.names import PROJECTIONS
 from kt_sft.op import exchange, position, row_counts, staging
 
 _next_handle = itertools.count(1)

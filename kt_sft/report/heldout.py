@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kt_core import hf
-from kt_core.adapters.peft_format import PROJECTION_KEYS
 from kt_core.experts import Experts
-from kt_core.loading.checkpoint import Part
+from kt_core.loading.parts import ExpertTensor
 from kt_core.module import KTExpertsLinear
+from kt_core.names import PROJECTION_KEYS
 from kt_sft.lora.layer import KTExpertsLoraLinear
 
 log = logging.getLogger("kt")
@@ -122,7 +122,9 @@ def _linear_forward(layer: Any) -> Callable[..., Tensor]:
 
 
 def _experts_forward(
-    base: KTExpertsLinear, lora: KTExpertsLoraLinear | None, parts: Mapping[str, Sequence[Part]]
+    base: KTExpertsLinear,
+    lora: KTExpertsLoraLinear | None,
+    parts: Mapping[str, Sequence[ExpertTensor]],
 ) -> Callable[..., Tensor]:
     stored = parts[base.experts.name]
 
@@ -140,7 +142,9 @@ def _experts_forward(
     return forward
 
 
-def _merged(like: Experts, stored: Sequence[Part], lora: KTExpertsLoraLinear | None) -> Experts:
+def _merged(
+    like: Experts, stored: Sequence[ExpertTensor], lora: KTExpertsLoraLinear | None
+) -> Experts:
     experts = Experts(
         like.num_experts,
         like.hidden,

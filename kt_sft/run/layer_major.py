@@ -19,7 +19,7 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-from kt_sft.llamafactory import stages
+from kt_sft.lora import model_parts
 
 log = logging.getLogger("kt")
 
@@ -130,7 +130,7 @@ def _check_loss(trainer: Any, stage: str) -> None:
             f"{type(_inner(trainer)).__name__}, which LLaMA-Factory trains by the mean of every "
             "micro-batch (it has a processor, or takes no number of tokens); remove layer_major"
         )
-    if stages.has_router_loss(_inner(trainer).config):
+    if model_parts.has_router_loss(_inner(trainer).config):
         raise ValueError(
             "kt_config.layer_major=true would change the loss of a model with a router loss "
             "(output_router_logits=true in its config, by moe_aux_loss_coef or its config.json), "

@@ -20,7 +20,8 @@ from kernel_cases import INT8_BAR, INT8_ELEMENT_BAR, check_case, check_close, ma
 from test_kernels import calls, read_mask
 
 from kt_core import _kt, runtime
-from kt_core.experts import PROJECTIONS, Experts
+from kt_core.experts import Experts
+from kt_core.names import PROJECTIONS
 
 OPCODES = ("ldtilecfg", "tilerelease", "tilezero", "tileloadd", "tilestored")
 PRODUCTS = ("tdpbf16ps", "tdpbssd", "tdpbsud", "tdpbusd", "tdpbuud")

@@ -2,12 +2,12 @@
 
 A dialect is a module with one function
 
-    scan(source: Source, want: Want) -> Iterable[Part]
+    scan(source: CheckpointFiles, request: ExpertRequest) -> Iterable[ExpertTensor]
 
-which reads headers only and returns a `Part` (kt_core.loading.checkpoint) for every projection of
-every expert that it can name and whose module `want` asks for. Tensors it does not know it leaves
-out: another dialect may know them. A part's dtype may be one nobody here decodes; the loader then
-names it. Adding a container adds a file here and touches no other.
+(kt_core.loading.parts) which reads headers only and returns an `ExpertTensor` for every projection
+of every expert that it can name and whose module `request` asks for. Tensors it does not know it
+leaves out: another dialect may know them. Their dtype may be one nobody here decodes; the loader
+then names it. Adding a container adds a file here and touches no other.
 """
 
 from __future__ import annotations
@@ -15,12 +15,10 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from kt_core.loading.checkpoint import Part, Source, Want
+from kt_core.loading.parts import CheckpointFiles, ExpertRequest, ExpertTensor
 
-Scan = Callable[["Source", "Want"], "Iterable[Part]"]
+Scan = Callable[[CheckpointFiles, ExpertRequest], Iterable[ExpertTensor]]
 
 
 def scanners() -> list[Scan]:

@@ -16,31 +16,24 @@ from functools import partial
 
 from torch import Tensor
 
-from kt_core.loading.checkpoint import Part, Source, Want
+from kt_core.loading.parts import CheckpointFiles, ExpertRequest, ExpertTensor
+from kt_core.names import PROJECTION_OF
 
 _NAME = re.compile(r"(?P<module>.+)\.(?P<expert>\d+)\.(?P<leaf>\w+)\.weight")
-_PROJECTION = {
-    "gate_proj": "gate",
-    "up_proj": "up",
-    "down_proj": "down",
-    "w1": "gate",
-    "w3": "up",
-    "w2": "down",
-}
 
 
-def scan(source: Source, want: Want) -> Iterator[Part]:
-    """Parts of the per-expert tensors of `source`."""
+def scan(source: CheckpointFiles, request: ExpertRequest) -> Iterator[ExpertTensor]:
+    """The matrices of the per-expert tensors of `source`."""
     for stored in source.safetensors:
         match = _NAME.fullmatch(stored.name)
         if match is None:
             continue
-        projection = want.projection(stored.name) or _PROJECTION.get(match["leaf"])
-        # Where the model's loader knows only fused names, the module of those is the one.
-        fused = f"{match['module']}.gate_up_proj"
-        module = want.module(stored.name) or want.module(fused)
+        projection = request.projection(stored.name) or PROJECTION_OF.get(match["leaf"])
+        # Where the model's loader knows only stacked names, the module of those is the one.
+        stacked = f"{match['module']}.gate_up_proj"
+        module = request.module(stored.name) or request.module(stacked)
         if module is not None and projection is not None:
-            yield Part(
+            yield ExpertTensor(
                 module=module,
                 expert=int(match["expert"]),
                 projection=projection,

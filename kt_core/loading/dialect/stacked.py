@@ -16,33 +16,40 @@ from typing import Any
 
 from torch import Tensor
 
-from kt_core.loading.checkpoint import Part, Source, Stored, Want, bad_shape
+from kt_core.loading.parts import (
+    CheckpointFiles,
+    ExpertRequest,
+    ExpertTensor,
+    TensorHeader,
+    bad_shape,
+)
+from kt_core.names import STACKED
 
-_TENSORS = ("gate_up_proj", "down_proj")
 
-
-def scan(source: Source, want: Want) -> Iterator[Part]:
-    """Parts of the fused tensors of `source`. Raises ValueError for a fused tensor of the wrong
+def scan(source: CheckpointFiles, request: ExpertRequest) -> Iterator[ExpertTensor]:
+    """The matrices of the stacked tensors of `source`. Raises ValueError for one of the wrong
     shape.
     """
     for stored in source.safetensors:
-        module, _, tensor = want.parameter(stored.name).rpartition(".")
-        if tensor not in _TENSORS or module not in want.shapes or len(stored.shape) != 3:
+        module, _, tensor = request.parameter(stored.name).rpartition(".")
+        if tensor not in STACKED or module not in request.shapes or len(stored.shape) != 3:
             continue
-        num_experts, hidden, intermediate = want.shapes[module]
+        num_experts, hidden, intermediate = request.shapes[module]
         down = tensor == "down_proj"
         out, inner = (hidden, intermediate) if down else (2 * intermediate, hidden)
         if stored.shape == (num_experts, out, inner):
             transposed = False
-        elif want.transposed and stored.shape == (num_experts, inner, out):
+        elif request.transposed and stored.shape == (num_experts, inner, out):
             transposed = True
         else:
-            expected = (num_experts, inner, out) if want.transposed else (num_experts, out, inner)
+            expected = (
+                (num_experts, inner, out) if request.transposed else (num_experts, out, inner)
+            )
             raise bad_shape(stored.name, stored.file, stored.shape, expected)
         rows = {"down": (0, out)} if down else {"gate": (0, out // 2), "up": (out // 2, out)}
         for expert in range(num_experts):
             for projection, (first, last) in rows.items():
-                yield Part(
+                yield ExpertTensor(
                     module=module,
                     expert=expert,
                     projection=projection,
@@ -55,7 +62,7 @@ def scan(source: Source, want: Want) -> Iterator[Part]:
                 )
 
 
-def _slice(stored: Stored, expert: int, first: int, last: int, transposed: bool) -> Tensor:
+def _slice(stored: TensorHeader, expert: int, first: int, last: int, transposed: bool) -> Tensor:
     """Rows [first, last) of one expert's matrix, [last - first, in], contiguous."""
     lazy = stored.handle.get_slice(stored.name)
     return _rows(expert, first, last, transposed, lazy).contiguous()
