@@ -1,7 +1,7 @@
 """Runs inside every `import torch`: the entry point of group `torch.backends`, torch's own autoload
 of extensions.
 
-It puts one finder at the head of sys.meta_path that waits for five modules of LLaMA-Factory to be
+It puts one finder at the head of sys.meta_path that waits for four modules of LLaMA-Factory to be
 imported and then lets kt_sft.llamafactory.seam adapt them. Nothing else is imported here and
 nothing is raised. TORCH_DEVICE_BACKEND_AUTOLOAD=0 switches torch's autoload off; `python -m
 kt_sft.launch` then does the same.

@@ -123,7 +123,7 @@ def test_a_target_that_matches_nothing(root):
 def test_resume_under_fsdp_with_an_accelerate_that_loses_tensors(root, monkeypatch):
     import accelerate
 
-    from kt_sft.llamafactory import seam
+    from kt_sft.llamafactory import checks
     from kt_sft.run import interruption
 
     class Arguments:
@@ -137,10 +137,10 @@ def test_resume_under_fsdp_with_an_accelerate_that_loses_tensors(root, monkeypat
     monkeypatch.setattr(interruption, "check_resumable", lambda checkpoint, world_size: None)
 
     monkeypatch.setattr(accelerate, "__version__", "1.15.0")
-    seam._check_resume(Arguments, Arguments)
+    checks.check_resume(Arguments, Arguments)
     monkeypatch.setattr(accelerate, "__version__", "1.14.0")
     with pytest.raises(ValueError, match="set adapter_name_or_path: out/checkpoint-2 beside"):
-        seam._check_resume(Arguments, Arguments)
+        checks.check_resume(Arguments, Arguments)
 
 
 @pytest.mark.parametrize("order", [1, -1])
@@ -186,9 +186,9 @@ def test_an_optimizer_that_holds_other_parameters_stops_the_run(root, monkeypatc
 def test_several_gpus_in_one_process_are_not_data_parallel(root):
     from llamafactory.hparams import get_train_args
 
-    from kt_sft.llamafactory import seam
+    from kt_sft.llamafactory import checks
 
     model_args, _, training_args, finetuning_args, _ = get_train_args(lf_cases.arguments(root, "x"))
     training_args._n_gpu = 2
-    seam.check_run(model_args, training_args, finetuning_args)
+    checks.check_run(model_args, training_args, finetuning_args)
     assert training_args.n_gpu == 1

@@ -65,12 +65,12 @@ def test_bad_input_ends_the_command_with_one_sentence(root):
 def test_a_defect_keeps_its_traceback(monkeypatch, capsys):
     import sys
 
-    from kt_sft.llamafactory import seam
+    from kt_sft.llamafactory import messages
 
     seen = []
     monkeypatch.setattr(sys, "excepthook", lambda *error: seen.append(error[1]))
-    seam._print_sentences()
-    seam._print_sentences()  # once is enough
+    messages.print_sentences()
+    messages.print_sentences()  # once is enough
     theirs, ours = KeyError("a defect"), ValueError("elsewhere")
     for error in (theirs, ours):
         sys.excepthook(type(error), error, error.__traceback__)

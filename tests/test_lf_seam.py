@@ -16,7 +16,7 @@ import torch
 from transformers import HfArgumentParser
 
 from kt_core.module import KTExpertsLinear
-from kt_sft.llamafactory import seam, stages
+from kt_sft.llamafactory import arguments, seam, stages
 from kt_sft.lora.layer import KTExpertsLoraLinear
 
 
@@ -79,7 +79,7 @@ def test_an_option_that_theirs_has_too_is_parsed_once(root, theirs):
     module = _parser_module(theirs)
     with pytest.raises(Exception, match="conflicting option string"):  # what users saw
         HfArgumentParser(module._INFER_ARGS)
-    seam._one_option_each(module)
+    arguments.one_option_each(module)
     words = ["--model_name_or_path", str(root / "model"), "--warmup", "5"]
     for kinds in (module._INFER_ARGS, module._TRAIN_ARGS):
         for given, expected in (([], None), (["--kt_config", "{}"], "{}")):
@@ -112,7 +112,7 @@ def test_arguments_are_copied_where_use_kt_is_hidden():
     with stages.as_stock(args):
         copy = dataclasses.replace(args)
         assert (copy.use_kt, copy.kt_cpu_activation) == (False, "retain")
-    assert args.use_kt and seam.kt_config_of(args).activation == "retain"
+    assert args.use_kt and arguments.kt_config_of(args).activation == "retain"
     with pytest.raises(ValueError, match="only valid when use_kt"):
         module.ModelArguments(kt_cpu_activation="retain")
 

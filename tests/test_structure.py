@@ -184,7 +184,7 @@ VARIABLES = {
         "MALLOC_TRIM_THRESHOLD_",
         "GLIBC_TUNABLES",
     },
-    "kt_sft/llamafactory/seam.py": {"ACCELERATE_USE_FSDP", "FSDP_VERSION"},
+    "kt_sft/llamafactory/checks.py": {"ACCELERATE_USE_FSDP", "FSDP_VERSION"},
 }
 
 

@@ -1,0 +1,108 @@
+"""Our keys in LLaMA-Factory's ModelArguments, and the settings that a run's arguments carry.
+
+0.9.5 and 0.9.6.dev0 have other keys for KTransformers' forks; what is left of their difference is
+in `with_our_keys` and `one_option_each`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from typing import Any
+
+from kt_sft import config as settings
+from kt_sft.config import KTConfig
+from kt_sft.llamafactory import stages
+
+KEYS = ("kt_config", "kt_cpu_activation", "kt_layer_major")
+"""Options of ours in ModelArguments."""
+
+
+def kt_config_of(model_args: Any) -> KTConfig:
+    """The settings of a run; ModelArguments carries them, so a reference model that is copied from
+    it has them too.
+    """
+    return settings.resolve(
+        model_args.kt_config, model_args.kt_cpu_activation, model_args.kt_layer_major
+    )
+
+
+def with_our_keys(base: Any) -> Any:
+    """A subclass of ModelArguments of the same name with our keys, and without its fork-specific
+    methods.
+    """
+    known = {field.name for field in dataclasses.fields(base)}
+    if "use_kt" not in known:
+        raise RuntimeError("this LLaMA-Factory has no use_kt; install 0.9.5")
+
+    def apply_kt_config(self: Any, *args: Any, **kw: Any) -> None:
+        """Nothing to pass on through the environment: load_model reads the settings from these
+        arguments.
+        """
+
+    def check_values(self: Any) -> None:
+        """0.9.6 refuses kt_cpu_activation without use_kt, also in a copy of arguments that is made
+        while use_kt is hidden.
+        """
+        with stages.use_kt_is(self, self.use_kt or stages.kt_run_is_hidden()):
+            base.__post_init__(self)
+
+    keys = ", ".join(field.name for field in dataclasses.fields(KTConfig))
+    help_of = {
+        "kt_config": f"Settings of experts in CPU memory: {keys}.",
+        "kt_cpu_activation": "Another name of kt_config.activation: retain or recompute.",
+        "kt_layer_major": "Another name of kt_config.layer_major: true or false.",
+    }
+    types = {
+        "kt_config": dict | str | None,
+        "kt_cpu_activation": str | None,
+        "kt_layer_major": bool | None,
+    }
+    new = [
+        (name, types[name], dataclasses.field(default=None, metadata={"help": text}))
+        for name, text in help_of.items()
+    ]
+    replaced = dataclasses.make_dataclass(
+        base.__name__,
+        new,
+        bases=(base,),
+        namespace={
+            "apply_kt_config": apply_kt_config,
+            "configure_kt_loading": apply_kt_config,
+            "__post_init__": check_values,
+            "__doc__": base.__doc__,
+        },
+    )
+    replaced.__module__, replaced.__qualname__ = base.__module__, base.__qualname__
+    return replaced
+
+
+def one_option_each(module: Any) -> None:
+    """A parser takes every option once. 0.9.6 has a dataclass of its own with the option kt_config
+    in its lists of arguments for inference and evaluation, KTransformers' transformers has one in
+    TrainingArguments: beside our ModelArguments the field stays, but is no option any more.
+    """
+    ours = {name for name in KEYS if name in {f.name for f in _options(module.ModelArguments)}}
+    replaced: dict[Any, Any] = {}
+    for kinds in vars(module).values():
+        if not isinstance(kinds, list) or module.ModelArguments not in kinds:
+            continue
+        for at, kind in enumerate(kinds):
+            twice = [f for f in _options(kind) if f.name in ours]
+            if kind is not module.ModelArguments and twice:
+                if kind not in replaced:
+                    replaced[kind] = _without_options(kind, twice)
+                kinds[at] = replaced[kind]
+
+
+def _options(kind: Any) -> list[dataclasses.Field[Any]]:
+    return [field for field in dataclasses.fields(kind) if field.init]
+
+
+def _without_options(kind: Any, fields: list[dataclasses.Field[Any]]) -> Any:
+    """The dataclass `kind`, under its own name, where `fields` are None."""
+    silent = [(f.name, f.type, dataclasses.field(default=None, init=False)) for f in fields]
+    replaced = dataclasses.make_dataclass(kind.__name__, silent, bases=(kind,))
+    replaced.__module__, replaced.__qualname__ = kind.__module__, kind.__qualname__
+    setattr(sys.modules[kind.__module__], kind.__name__, replaced)  # where pickle looks
+    return replaced
