@@ -25,7 +25,7 @@ from transformers.integrations import is_fsdp_enabled
 from transformers.modeling_utils import PreTrainedModel, is_local_dist_rank_0
 
 from kt_core import experts, formats, runtime
-from kt_core.loading import checkpoint, memory, packing, quantized, reuse
+from kt_core.loading import checkpoint, memory, packing, prequantized, reuse
 from kt_core.loading.experts_contract import ExpertsLayout, find_experts
 from kt_core.loading.host import Host
 from kt_core.loading.naming import Naming
@@ -163,11 +163,11 @@ def refuse_quantized(path: str | Path, from_pretrained: Mapping[str, Any]) -> No
                 "experts on the CPU; remove it and choose their format (int8, int4) instead"
             )
     if Path(path).is_dir():
-        quantized.refuse_directory(path)
+        prequantized.refuse_directory(path)
         return
     hub = {key: from_pretrained[key] for key in _HUB_KEYWORDS if key in from_pretrained}
     config, _ = transformers.PretrainedConfig.get_config_dict(path, **hub)
-    quantized.refuse(config, str(path))
+    prequantized.refuse(config, str(path))
 
 
 def config_of(path: str | Path, from_pretrained: Mapping[str, Any]) -> Any:
@@ -244,7 +244,7 @@ def _load_pretrained_model(
         host.use_threads(settings.threads)
     source_name = str(load_config.pretrained_model_name_or_path)
     source = CheckpointFiles([Path(file) for file in checkpoint_files])
-    quantized.refuse_directory(Path(checkpoint_files[0]).parent)  # of a hub model too
+    prequantized.refuse_directory(Path(checkpoint_files[0]).parent)  # of a hub model too
     naming = Naming(model, load_config.weight_mapping)
     request = naming.request({layout.name: layout.shape for layout in layouts})
     form = packing.Format(settings.format, settings.weights_per_scale, settings.numa_nodes)
@@ -266,9 +266,9 @@ def _load_pretrained_model(
         )
         reuse.remember(packed, source, layouts, form)
     else:
-        plan = memory.MemoryPlan(0, other_bytes, staging=0, mapped=0, copies=copies)
+        need = memory.MemoryNeed(0, other_bytes, staging=0, mapped=0, copies=copies)
         with host.step("comparing the memory they need with what is there", everywhere=True):
-            memory.check(plan, memory.limits(), source_name)
+            memory.check(need, memory.limits(), source_name)
     _swap(model, layouts, packed, settings.runner)
     _origins[model] = Origin(source.files, request)
     # What transformers, which no longer knows the experts, will call their tensors.

@@ -105,9 +105,9 @@ def refused(patch, path, hosts=None, available=None, fails_on=None, killed=False
     (killed) a kill -9 there.
     """
     rank = place(patch, hosts)
-    plans = []
+    needs = []
     check = kt_memory.check
-    patch.setattr(kt_memory, "check", lambda plan, *rest: (plans.append(plan), check(plan, *rest)))
+    patch.setattr(kt_memory, "check", lambda need, *rest: (needs.append(need), check(need, *rest)))
     if available is not None:
         limits = [kt_memory.Limit("the machine's MemAvailable", available)]
         patch.setattr(kt_memory, "limits", lambda: limits)
@@ -127,7 +127,7 @@ def refused(patch, path, hosts=None, available=None, fails_on=None, killed=False
         cases.load(path, **config)
     except (ValueError, OSError, MemoryError, host.LostRankError) as error:
         sentence = f"{type(error).__name__}: {error}"
-    return sentence, plans[0] if plans else None
+    return sentence, needs[0] if needs else None
 
 
 def memory(patch, path, without, **config):

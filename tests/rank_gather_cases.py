@@ -122,16 +122,16 @@ def lora_is_in_one_place(patch, tokens):
     return share.mine, got.a["gate"]
 
 
-def trained(patch, args, below=row_gather.GATHER_BELOW, hosts=None, killed=None, **kw):
+def trained(patch, args, below=row_gather.FEW_ROWS, hosts=None, killed=None, **kw):
     """A run of LLaMA-Factory: rank_train_cases.train, and what was gathered.
 
-    below: takes the place of GATHER_BELOW. killed: this rank ends by kill -9 in a gathered call of
+    below: takes the place of FEW_ROWS. killed: this rank ends by kill -9 in a gathered call of
     backward.
     """
     rank = distributed.get_rank()
     if hosts is not None:
         patch.setattr(host, "host_identity", lambda: hosts[rank])
-    patch.setattr(row_gather, "GATHER_BELOW", below)
+    patch.setattr(row_gather, "FEW_ROWS", below)
     calls = {"together": 0, "own": 0, "eval": 0}
     run, forward = autograd.run, exchange.HostRanks.forward
     backward = exchange.HostRanks.backward

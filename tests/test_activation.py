@@ -117,17 +117,19 @@ def test_the_plan_is_the_sum_of_the_tensors(tmp_path):
     path = cases.checkpoint(tmp_path)
     model = cases.adapted(cases.load(path))
     ids = cases.token_ids()
-    plan = budget.predict(model, ids.numel(), activation="retain", optimizer="adamw_torch_fused")
+    prediction = budget.predict(
+        model, ids.numel(), activation="retain", optimizer="adamw_torch_fused"
+    )
     trained = list(cases.trained(model).values())
     optimizer = torch.optim.AdamW(trained, lr=1e-3)
     model(input_ids=ids, labels=ids).loss.backward()
     optimizer.step()
-    assert plan.trained == sum(p.nbytes for p in trained)
-    assert plan.gradients == sum(p.grad.nbytes for p in trained)
+    assert prediction.trained == sum(p.nbytes for p in trained)
+    assert prediction.gradients == sum(p.grad.nbytes for p in trained)
     state = [t for s in optimizer.state.values() for k, t in s.items() if k != "step"]
-    assert plan.optimizer == sum(t.nbytes for t in state)
+    assert prediction.optimizer == sum(t.nbytes for t in state)
     layers = [m.experts for m in model.modules() if isinstance(m, budget.KTExpertsLinear)]
-    assert plan.packed == sum(x.nbytes for x in layers)
+    assert prediction.packed == sum(x.nbytes for x in layers)
     again = budget.predict(model, 48, activation="recompute", optimizer="sgd")
     assert (again.saved, again.optimizer) == (0, 0)
     assert "nothing kept for backward" in str(again)
@@ -140,13 +142,13 @@ from kt_sft.run import budget
 activation, path, tokens = sys.argv[1], sys.argv[2], int(sys.argv[3])
 model = cases.adapted(cases.load(path, activation=activation))
 ctypes.CDLL(None).mallopt(-3, 256 << 10)  # M_MMAP_THRESHOLD: freed tensors are gone at once
-plan = budget.predict(model, tokens, activation=activation, optimizer="adamw")
+prediction = budget.predict(model, tokens, activation=activation, optimizer="adamw")
 ids = torch.randint(3, 100, (1, tokens))
 model(input_ids=ids[:, :64]).logits.sum()  # first use of everything
 before = memory.resident_bytes()
 inner = model.base_model.model.model
 out = inner(input_ids=ids).last_hidden_state
-print(memory.resident_bytes() - before, plan.saved)
+print(memory.resident_bytes() - before, prediction.saved)
 """
 
 
@@ -210,8 +212,10 @@ def test_bytes_of_logits_against_measured_memory(blocks, dtype, tmp_path):
     )
     assert done.returncode == 0, done.stderr
     model = cases.load(cases.checkpoint(tmp_path)).to(getattr(torch, dtype))
-    plan = budget.predict(model, 512, activation="retain", optimizer="sgd", loss_in_blocks=blocks)
-    per_logit = plan.logits / (512 * model.config.vocab_size)
+    prediction = budget.predict(
+        model, 512, activation="retain", optimizer="sgd", loss_in_blocks=blocks
+    )
+    per_logit = prediction.logits / (512 * model.config.vocab_size)
     assert float(done.stdout) == pytest.approx(per_logit, rel=0.2)
 
 

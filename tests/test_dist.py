@@ -78,14 +78,14 @@ def test_a_packed_file_is_made_by_one_rank(path, two_ranks, tmp_path):
 def test_f11_the_plan_counts_a_hosts_experts_once_and_its_other_weights_per_rank(path, two_ranks):
     """Memory that is enough for one rank alone but not for both is refused on both, before a
     weight is read."""
-    (_, plan), _ = two_ranks.run("refused", path=path)
-    assert plan.copies == 2 and plan.resident == plan.experts + 2 * plan.other + plan.staging
-    assert two_ranks.run("refused", path=path, available=plan.resident)[1][0] is None
-    told = [s for s, _ in two_ranks.run("refused", path=path, available=plan.resident - 1)]
+    (_, need), _ = two_ranks.run("refused", path=path)
+    assert need.copies == 2 and need.resident == need.experts + 2 * need.other + need.staging
+    assert two_ranks.run("refused", path=path, available=need.resident)[1][0] is None
+    told = [s for s, _ in two_ranks.run("refused", path=path, available=need.resident - 1)]
     assert told[0] == told[1]
-    assert f"needs {plan.resident:,} bytes ({plan.experts:,} packed experts" in told[0]
-    assert f"{plan.other:,} other weights in each of 2 processes" in told[0]
-    apart = two_ranks.run("refused", path=path, hosts=["a", "b"], available=plan.resident - 1)
+    assert f"needs {need.resident:,} bytes ({need.experts:,} packed experts" in told[0]
+    assert f"{need.other:,} other weights in each of 2 processes" in told[0]
+    apart = two_ranks.run("refused", path=path, hosts=["a", "b"], available=need.resident - 1)
     assert [s for s, _ in apart] == [None, None]
 
 

@@ -1,6 +1,7 @@
-"""The memory plan: limits read from fake /proc and /sys, refusals before a weight is read, and real
-peaks.
- Peaks are measured in a process of their own, sampling RssAnon: pages of mapped files are the page
+"""What a load needs: limits read from fake /proc and /sys, refusals before a weight is read, and
+real peaks.
+
+Peaks are measured in a process of their own, sampling RssAnon: pages of mapped files are the page
 cache's.
 """
 
@@ -97,20 +98,20 @@ def test_no_proc_at_all(tmp_path):
 
 
 def test_plan_at_and_above_a_bound():
-    plan = memory.MemoryPlan(experts=1000, other=200, staging=34, mapped=10_000)
-    memory.check(plan, [memory.Limit("the limit", 1234)], "model")
+    need = memory.MemoryNeed(experts=1000, other=200, staging=34, mapped=10_000)
+    memory.check(need, [memory.Limit("the limit", 1234)], "model")
     with pytest.raises(MemoryError) as refusal:
-        memory.check(plan, [memory.Limit("the limit", 1233)], "model")
+        memory.check(need, [memory.Limit("the limit", 1233)], "model")
     text = str(refusal.value)
     assert "model needs 1,234 bytes (1,000 packed experts, 200 other" in text
     assert "the limit leaves 1,233; choose a smaller format" in text
 
 
 def test_address_space_counts_mapped_files():
-    plan = memory.MemoryPlan(experts=1000, other=0, staging=0, mapped=500)
-    memory.check(plan, [memory.Limit("as", 1500, address_space=True)], "model")
+    need = memory.MemoryNeed(experts=1000, other=0, staging=0, mapped=500)
+    memory.check(need, [memory.Limit("as", 1500, address_space=True)], "model")
     with pytest.raises(MemoryError, match="needs 1,500 bytes .*, 500 mapped files"):
-        memory.check(plan, [memory.Limit("as", 1499, address_space=True)], "model")
+        memory.check(need, [memory.Limit("as", 1499, address_space=True)], "model")
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -171,7 +172,7 @@ except MemoryError as error:
 
 
 def test_address_space_limit(tmp_path):
-    """RLIMIT_AS: refused by the plan with its numbers, never a bad_alloc half way."""
+    """RLIMIT_AS: refused before it begins, with its numbers, never a bad_alloc half way."""
     path = models.build("mixtral", tmp_path, hidden_size=512, intermediate_size=512)
     assert "RLIMIT_AS (ulimit -v) leaves" in run(RLIMIT, path, 16 << 20)
     assert run(RLIMIT, path, 4 * GIB) == "loaded"

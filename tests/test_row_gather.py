@@ -18,7 +18,7 @@ from rank_group import PATIENCE, RankGroup
 
 from kt_core.adapters.peft_format import WEIGHTS_FILE
 from kt_sft.op.exchange import owners
-from kt_sft.ranks.row_gather import GATHER_BELOW
+from kt_sft.op.row_counts import FEW_ROWS
 
 GROUPS = {2: "two_ranks", 3: "three_ranks"}
 BARS = {"reference": 3e-6, "kernels": 3e-6}  # only the order of fp32 sums differs
@@ -144,7 +144,7 @@ def test_many_unequal_experts_are_dealt_evenly():
 
 def test_what_is_gathered(two_ranks):
     """Rows per expert and rank: the mean of both ranks counts, and both do the same."""
-    few, edge = int(GATHER_BELOW * E / 2) - 1, -(-GATHER_BELOW * E // 2)
+    few, edge = int(FEW_ROWS * E / 2) - 1, -(-FEW_ROWS * E // 2)
     script = [
         ("train", [few, few]),
         ("again", [few, few]),  # checkpointing goes the way of its forward

@@ -25,7 +25,7 @@ from kt_core.adapters.factors import Factors
 from kt_core.adapters.fit import Fitted, Site, fit, site_of
 from kt_core.adapters.peft_format import read_adapter, refuse_variant
 from kt_core.adapters.skeleton import Skeleton, skeleton, weight_files
-from kt_core.loading import checkpoint, quantized
+from kt_core.loading import checkpoint, prequantized
 from kt_core.loading.experts_contract import find_experts
 from kt_core.loading.parts import CheckpointFiles, TensorHeader
 
@@ -56,12 +56,12 @@ class _Edit:
 
 
 @dataclass(frozen=True)
-class _Plan:
-    """edits: by key of a stored tensor. new: by key, the stored tensor that a tensor which the
+class _Edits:
+    """by_key: by key of a stored tensor. new: by key, the stored tensor that a tensor which the
     checkpoint does not have starts from, and its edit. rows: of embeddings and head afterwards.
     """
 
-    edits: Mapping[str, _Edit]
+    by_key: Mapping[str, _Edit]
     new: Mapping[str, tuple[str, _Edit]]
     rows: int | None
 
@@ -89,7 +89,7 @@ def merge(
     source, out, where = Path(model_dir), Path(out_dir), os.fspath(adapter_dir)
     if out.exists():
         raise ValueError(f"{out} exists; give a directory that does not")
-    quantized.refuse_directory(source)
+    prequantized.refuse_directory(source)
     files = weight_files(source)
     bones = skeleton(source, trust_remote_code=trust_remote_code)
     data = read_adapter(adapter_dir, hidden=bones.model.config.get_text_config().hidden_size)
@@ -104,9 +104,9 @@ def merge(
             f"{where} was trained without these new tokens: remove them, or train it with "
             "resize_vocab"
         )
-    plan = _plan(fitted, site, CheckpointFiles(files), bones, where)
+    edits = _edits(fitted, site, CheckpointFiles(files), bones, where)
     config = json.loads((source / "config.json").read_text())
-    merged_files.describe(config, rows=plan.rows, untied=bool(plan.new), dtype=dtype)
+    merged_files.describe(config, rows=edits.rows, untied=bool(edits.new), dtype=dtype)
     temporary = out.with_name(f".{out.name}.merging")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
@@ -114,7 +114,7 @@ def merge(
         merged_files.copy(source, temporary)
         (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         for file in files:
-            _merge_shard(file, temporary / file.name, plan, dtype)
+            _merge_shard(file, temporary / file.name, edits, dtype)
         if (source / merged_files.INDEX).is_file() and len(files) > 1:
             merged_files.write_index(source, temporary)
         os.rename(temporary, out)
@@ -122,7 +122,7 @@ def merge(
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _merge_shard(source: Path, target: Path, plan: _Plan, dtype: torch.dtype | None) -> None:
+def _merge_shard(source: Path, target: Path, edits: _Edits, dtype: torch.dtype | None) -> None:
     tensors: dict[str, Tensor] = {}
     with safe_open(source, "pt") as file:
         metadata = file.metadata()
@@ -130,22 +130,22 @@ def _merge_shard(source: Path, target: Path, plan: _Plan, dtype: torch.dtype | N
         for key in keys:
             weight = file.get_tensor(key)
             wanted = dtype if dtype is not None and weight.dtype in _FLOATS else weight.dtype
-            edit = plan.edits.get(key, _Edit())
-            if key in plan.edits and weight.dtype not in _FLOATS:
+            edit = edits.by_key.get(key, _Edit())
+            if key in edits.by_key and weight.dtype not in _FLOATS:
                 raise ValueError(
                     f"{source}: {key} is {weight.dtype}, to which a delta cannot be added exactly; "
                     "merge into a bf16 checkpoint"
                 )
             tensors[key] = edit.apply(weight, wanted)
-            for name, (origin, new) in plan.new.items():
+            for name, (origin, new) in edits.new.items():
                 if origin == key:
                     tensors[name] = new.apply(weight, wanted)
     safetensors.torch.save_file(tensors, target, metadata=metadata)
 
 
-def _plan(
+def _edits(
     fitted: Fitted, site: Site, source: CheckpointFiles, bones: Skeleton, where: str
-) -> _Plan:
+) -> _Edits:
     stored: dict[str, list[TensorHeader]] = {}
     for entry in source.safetensors:
         stored.setdefault(bones.naming.parameter(entry.name), []).append(entry)
@@ -153,7 +153,7 @@ def _plan(
     new: dict[str, tuple[str, _Edit]] = {}
     for twin, origin in site.tied.items():
         _untie(twin, origin, by_parameter, stored, new)
-    edits: dict[str, _Edit] = {}
+    by_key: dict[str, _Edit] = {}
     for name, edit in by_parameter.items():
         found = stored.get(name, [])
         if len(found) != 1 or found[0].shape != site.parameters[name]:
@@ -167,7 +167,7 @@ def _plan(
                 f"{where} changes {name}, which {source.files[0].parent} stores {problem}; it "
                 "cannot be merged there: serve the adapter beside the base model"
             )
-        edits[found[0].name] = edit
+        by_key[found[0].name] = edit
     shapes = {path: site.experts[path] for path in fitted.experts}
     request = bones.naming.request(shapes)
     for path, parts in checkpoint.collect(source, request).items() if shapes else ():
@@ -175,8 +175,8 @@ def _plan(
             f = fitted.experts[path].get(part.projection)
             if f is not None:
                 one = Factors(f.a[part.expert], f.b[part.expert], f.scaling)
-                edits.setdefault(part.tensor, _Edit()).deltas.append((part.view, one.delta))
-    return _Plan(edits, new, fitted.token_rows)
+                by_key.setdefault(part.tensor, _Edit()).deltas.append((part.view, one.delta))
+    return _Edits(by_key, new, fitted.token_rows)
 
 
 def _parameter_edits(fitted: Fitted) -> dict[str, _Edit]:

@@ -26,7 +26,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
 @dataclass(frozen=True)
-class MemoryPlan:
+class MemoryNeed:
     """Bytes a load needs at its peak.
 
     experts: packed experts, in memory or mapped from the packed file. other: non-expert weights
@@ -109,20 +109,20 @@ def limits(proc: Path = PROC, cgroup: Path = CGROUP) -> list[Limit]:
     return found
 
 
-def check(plan: MemoryPlan, bounds: list[Limit], what: str) -> None:
-    """Raises MemoryError naming needed and available bytes if `plan` exceeds a bound. `what` names
+def check(need: MemoryNeed, bounds: list[Limit], what: str) -> None:
+    """Raises MemoryError naming needed and available bytes if `need` exceeds a bound. `what` names
     the model.
     """
     for bound in bounds:
-        needed = plan.address_space if bound.address_space else plan.resident
+        needed = need.address_space if bound.address_space else need.resident
         if needed > bound.available:
-            maps = f", {plan.mapped:,} mapped files" if bound.address_space else ""
-            others = f"{plan.other:,} other weights"
-            if plan.copies > 1 and not bound.address_space:
-                others += f" in each of {plan.copies} processes"
+            maps = f", {need.mapped:,} mapped files" if bound.address_space else ""
+            others = f"{need.other:,} other weights"
+            if need.copies > 1 and not bound.address_space:
+                others += f" in each of {need.copies} processes"
             raise MemoryError(
-                f"loading {what} needs {needed:,} bytes ({plan.experts:,} packed experts, "
-                f"{others}, {plan.staging:,} while loading{maps}) but {bound.name} leaves "
+                f"loading {what} needs {needed:,} bytes ({need.experts:,} packed experts, "
+                f"{others}, {need.staging:,} while loading{maps}) but {bound.name} leaves "
                 f"{bound.available:,}; choose a smaller format (int8, int4) or raise the limit"
             )
 

@@ -1,7 +1,7 @@
 """From a checkpoint to packed experts: in memory of this process, in memory that all processes of
 the host share, or mapped from the packed file.
 
-The memory plan first, then headers, then weights: a refusal leaves nothing half-made. At any
+What memory is needed first, then headers, then weights: a refusal leaves nothing half-made. At any
 moment one part (one projection of one expert) is held unpacked and, where a packed file is written,
 one packed layer. Of several processes of a host, the first reads and packs; the others map.
 """
@@ -68,7 +68,7 @@ def pack(
         for x in layouts
     }
     part = max(4 * x.hidden * x.intermediate for x in layouts)  # unpacked, fp32 at most
-    plan = memory.MemoryPlan(
+    need = memory.MemoryNeed(
         experts=sum(sizes.values()),
         other=other_bytes,
         staging=part + (max(sizes.values()) if file else 0),
@@ -78,7 +78,7 @@ def pack(
     )
     with host.step("comparing the memory they need with what is there", everywhere=True):
         # before headers: opening a file maps it
-        memory.check(plan, memory.limits(), model)
+        memory.check(need, memory.limits(), model)
     options: dict[str, dict[str, Any]] = {
         x.name: {
             "format": format.name,
@@ -111,7 +111,7 @@ def pack(
         "%s: %d layers of experts, %s bytes as %s%s%s",
         model,
         len(layouts),
-        f"{plan.experts:,}",
+        f"{need.experts:,}",
         format.name,
         f", one copy for {host.size} processes" if host.size > 1 else "",
         f", on {runtime.numa_nodes()} NUMA nodes" if runtime.numa_nodes() > 1 else "",

@@ -15,12 +15,12 @@ from transformers.utils import logging as hf_logging
 
 from kt_core.hf import LoadSettings
 from kt_core.serve.app import Service, create_app
-from kt_core.serve.loading import Loader, Plan, check
+from kt_core.serve.loading import Loader, ServePlan, check
 
 SHUTDOWN_SECONDS = 10  # for running answers to end after Ctrl-C or SIGTERM
 
 
-def plan(options: argparse.Namespace) -> Plan:
+def plan(options: argparse.Namespace) -> ServePlan:
     """What the command line asks for. Raises ValueError or OSError."""
     return check(
         options.model,

@@ -16,13 +16,13 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrained
 
 from kt_core.adapters import adapter, load_adapter
 from kt_core.hf import LoadSettings, load_model
-from kt_core.loading import quantized
+from kt_core.loading import prequantized
 from kt_core.serve.app import Names, Served, Service
 from kt_core.serve.tokens import TEMPLATE, TOKENIZER, Tokens, check_rows, of_adapter, of_base
 
 
 @dataclass(frozen=True)
-class Plan:
+class ServePlan:
     """What to serve, checked as far as that goes without reading a weight."""
 
     model: str
@@ -65,12 +65,12 @@ def check(
     *,
     context_length: int | None = None,
     max_waiting: int = 8,
-) -> Plan:
+) -> ServePlan:
     """`adapters` are `[name=]DIR`. Raises ValueError or OSError, in one sentence."""
     directories = [named_adapter(text) for text in adapters]
     names = Names(name or Path(model).resolve().name, tuple(own for own, _ in directories))
     if Path(model).is_dir():
-        quantized.refuse_directory(model)
+        prequantized.refuse_directory(model)
     if Path(model).is_dir() and not (Path(model) / "config.json").is_file():
         raise FileNotFoundError(f"{model} has no config.json; give the directory of a model")
     if not Path(model).is_dir() and (Path(model).is_absolute() or model.startswith(".")):
@@ -88,7 +88,7 @@ def check(
             f"the tokenizer in {model} has no {base.lack}; put one into "
             f"{TOKENIZER if base.tokenizer.chat_template else TEMPLATE} beside it"
         )
-    return Plan(model, names, dict(directories), tokens, settings, context_length, max_waiting)
+    return ServePlan(model, names, dict(directories), tokens, settings, context_length, max_waiting)
 
 
 def named_adapter(text: str) -> tuple[str, Path]:
@@ -132,7 +132,7 @@ class Loader:
     the progress bars of packing and of transformers show bytes, rate and time left besides.
     """
 
-    def __init__(self, plan: Plan, service: Service, failed: Callable[[], None]) -> None:
+    def __init__(self, plan: ServePlan, service: Service, failed: Callable[[], None]) -> None:
         self._plan = plan
         self._service = service
         self._failed = failed

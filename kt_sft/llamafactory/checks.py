@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from kt_core.loading import quantized
+from kt_core.loading import prequantized
 from kt_sft.config import KTConfig
 from kt_sft.llamafactory import stages
 from kt_sft.llamafactory.arguments import KEYS, kt_config_of
@@ -143,7 +143,7 @@ def check_load(model_args: Any, config: KTConfig) -> None:
     plugin.install()
     plugin.load_settings(config)
     if Path(model_args.model_name_or_path).is_dir():  # else when it has been downloaded
-        quantized.refuse_directory(model_args.model_name_or_path)
+        prequantized.refuse_directory(model_args.model_name_or_path)
 
 
 def check_unused(model_args: Any) -> None:

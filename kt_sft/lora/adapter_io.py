@@ -93,11 +93,11 @@ def inject_adapter(
         return original(self, model, adapter_name, *args, **kw)
     config = self.peft_config[adapter_name]
     check_supported(config, experts=False)
-    plans = targets.resolve(config, model, targets.model_type_of(model))
-    if plans:
+    adapters = targets.resolve(config, model, targets.model_type_of(model))
+    if adapters:
         check_supported(config, experts=True)
         config._register_custom_module({KTExpertsLinear: KTExpertsLoraLinear})
-    with targets.injecting(plans):
+    with targets.injecting(adapters):
         original(self, model, adapter_name, *args, **kw)
 
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from kt_core.experts import Lora
 from kt_core.module import KTExpertsLinear
 from kt_core.names import PROJECTION_KEYS
-from kt_sft.lora.targets import plan_of
+from kt_sft.lora.targets import adapter_of
 
 # LoRA options that dense modules may have, and experts not.
 _DENSE_ONLY = ("use_dora", "lora_bias", "fan_in_fan_out")
@@ -106,19 +106,19 @@ class KTExpertsLoraLinear(nn.Module, LoraLayer):
         return base.hidden_dim, base.hidden_dim
 
     def update_layer(self, adapter_name: str, r: int, lora_alpha: float, **kwargs: Any) -> None:
-        """Adds or replaces the factors of `adapter_name`; ranks and alphas are those of the current
-        plan.
+        """Adds or replaces the factors of `adapter_name`; ranks and alphas are those of the
+        adapter that is injected.
         """
         base = self.get_base_layer()
-        plan = plan_of(base)
-        config = plan.config
+        given = adapter_of(base)
+        config = given.config
         check_supported(config, experts=True)
         self.use_rslora[adapter_name], self.use_dora[adapter_name] = config.use_rslora, False
         self.lora_bias[adapter_name] = False
         p = config.lora_dropout
         self.lora_dropout[adapter_name] = nn.Dropout(p) if p > 0.0 else nn.Identity()
         a, b, scaling = {}, {}, {}
-        for projection, rank in plan.rank.items():
+        for projection, rank in given.rank.items():
             fan_in, fan_out = base.hidden_dim, base.intermediate_dim
             if projection == "down":
                 fan_in, fan_out = fan_out, fan_in
@@ -126,12 +126,12 @@ class KTExpertsLoraLinear(nn.Module, LoraLayer):
             a[key] = torch.empty(base.num_experts, rank, fan_in)
             b[key] = torch.zeros(base.num_experts, fan_out, rank)
             _initialise(a[key], b[key], config.init_lora_weights)
-            alpha = plan.alpha[projection]
+            alpha = given.alpha[projection]
             scaling[projection] = alpha / (math.sqrt(rank) if config.use_rslora else rank)
         # peft's contract is one number per adapter, which set_scale and scale_layer change (from r
         # and lora_alpha); projections may have their own beside it
         first = next((p for p in scaling if scaling[p]), next(iter(scaling)))
-        self.r[adapter_name], self.lora_alpha[adapter_name] = plan.rank[first], plan.alpha[first]
+        self.r[adapter_name], self.lora_alpha[adapter_name] = given.rank[first], given.alpha[first]
         self.scaling[adapter_name] = scaling[first]
         self._caches[f"scaling.{adapter_name}"] = (scaling[first], scaling)
         self.lora_A[adapter_name] = ExpertFactors(a)

@@ -4,8 +4,8 @@ CPU experts.
 Groups (attention, ...) are written out first, see model_parts.py. Expert projections are named
 gate_proj, up_proj, down_proj, or as the model's published checkpoints name them (Mixtral: w1, w3,
 w2), alone or behind a path; `experts` means all three; so does `all-linear`. Stock peft cannot
-match names below an experts module, so the config it sees names the experts modules, and a plan
-says which projections they get.
+match names below an experts module, so the config it sees names the experts modules, and an
+`ExpertAdapter` says which projections they get.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kt_sft.lora import model_parts
 
 
 @dataclass(frozen=True)
-class ExpertPlan:
+class ExpertAdapter:
     """What one adapter puts on one experts module."""
 
     rank: Mapping[str, int]  # by projection: gate, up, down
@@ -36,13 +36,15 @@ class ExpertPlan:
     config: LoraConfig
 
 
-_plans: contextvars.ContextVar[Mapping[int, ExpertPlan]] = contextvars.ContextVar("kt_plans")
+_injected: contextvars.ContextVar[Mapping[int, ExpertAdapter]] = contextvars.ContextVar(
+    "kt_expert_adapters"
+)
 
 
-def plan_of(base: KTExpertsLinear) -> ExpertPlan:
-    """The plan for `base` while an adapter is injected; raises RuntimeError outside of that."""
+def adapter_of(base: KTExpertsLinear) -> ExpertAdapter:
+    """What goes on `base` while an adapter is injected; raises RuntimeError outside of that."""
     try:
-        return _plans.get()[id(base)]
+        return _injected.get()[id(base)]
     except LookupError:
         raise RuntimeError(
             "expert LoRA layers are created by peft through get_peft_model or add_adapter, with "
@@ -51,13 +53,13 @@ def plan_of(base: KTExpertsLinear) -> ExpertPlan:
 
 
 @contextmanager
-def injecting(plans: Mapping[int, ExpertPlan]) -> Iterator[None]:
-    """Makes `plans`, by id of the experts module, visible to `plan_of`."""
-    token = _plans.set(plans)
+def injecting(adapters: Mapping[int, ExpertAdapter]) -> Iterator[None]:
+    """Makes `adapters`, by id of the experts module, visible to `adapter_of`."""
+    token = _injected.set(adapters)
     try:
         yield
     finally:
-        _plans.reset(token)
+        _injected.reset(token)
 
 
 def experts_of(model: nn.Module) -> dict[str, KTExpertsLinear]:
@@ -69,9 +71,9 @@ def experts_of(model: nn.Module) -> dict[str, KTExpertsLinear]:
     return found
 
 
-def resolve(config: LoraConfig, model: nn.Module, model_type: str) -> dict[int, ExpertPlan]:
-    """Rewrites `config.target_modules` in place to what stock peft can match, and returns the plans
-    of the experts.
+def resolve(config: LoraConfig, model: nn.Module, model_type: str) -> dict[int, ExpertAdapter]:
+    """Rewrites `config.target_modules` in place to what stock peft can match, and returns what
+    each experts module gets, by its id.
 
     Raises ValueError where a target matches nothing, or where ranks differ in a way the standard
     format cannot hold.
@@ -85,7 +87,7 @@ def resolve(config: LoraConfig, model: nn.Module, model_type: str) -> dict[int, 
     model_parts.check_dropout(config, model)
     chosen = _chosen(config, model, experts, names)
     model_parts.set_ranks(config, _adapted(config, model, chosen))
-    plans: dict[int, ExpertPlan] = {}
+    adapters: dict[int, ExpertAdapter] = {}
     for path, projections in chosen.items():
         rank, alpha = {}, {}
         for p in projections:
@@ -94,11 +96,11 @@ def resolve(config: LoraConfig, model: nn.Module, model_type: str) -> dict[int, 
             alpha[p] = float(
                 _pattern_value("alpha_pattern", config.alpha_pattern, named, config.lora_alpha)
             )
-        plans[id(experts[path])] = ExpertPlan(rank, alpha, config)
+        adapters[id(experts[path])] = ExpertAdapter(rank, alpha, config)
     _check_patterns(config, experts, chosen, names)
-    _check_expressible(list(plans.values()), len(experts))
+    _check_expressible(list(adapters.values()), len(experts))
     _rewrite(config, model, chosen)
-    return plans
+    return adapters
 
 
 @dataclass(frozen=True)
@@ -303,21 +305,21 @@ def _layer_wanted(config: LoraConfig, path: str) -> bool:
     return False
 
 
-def _check_expressible(plans: list[ExpertPlan], modules: int) -> None:
+def _check_expressible(adapters: list[ExpertAdapter], modules: int) -> None:
     """The standard adapter has one rank and one alpha for gate and up and one for down, over all
     layers.
     """
-    if not plans:
+    if not adapters:
         return
-    first = plans[0]
-    if len(plans) != modules or any(
-        (p.rank, p.alpha) != (first.rank, first.alpha) for p in plans[1:]
+    first = adapters[0]
+    if len(adapters) != modules or any(
+        (p.rank, p.alpha) != (first.rank, first.alpha) for p in adapters[1:]
     ):
-        ranks = sorted({r for p in plans for r in p.rank.values()})
+        ranks = sorted({r for p in adapters for r in p.rank.values()})
         raise ValueError(
-            f"expert LoRA differs between layers ({len(plans)} of {modules} experts modules, ranks "
-            f"{ranks}), which a standard PEFT adapter cannot hold; target the experts of every "
-            "layer with the same rank and alpha"
+            f"expert LoRA differs between layers ({len(adapters)} of {modules} experts modules, "
+            f"ranks {ranks}), which a standard PEFT adapter cannot hold; target the experts of "
+            "every layer with the same rank and alpha"
         )
     if {"gate", "up"} <= set(first.rank) and (
         first.rank["gate"] != first.rank["up"] or first.alpha["gate"] != first.alpha["up"]

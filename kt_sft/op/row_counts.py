@@ -15,6 +15,12 @@ from torch import Tensor, nn
 
 from kt_core.experts import Experts
 
+# Rows per expert and pass below which reading the weights is a sixth of a pass or more, so that it
+# pays to bring more rows to one reading: two ranks that gather theirs gain 1.37x at 8 rows, 1.23x
+# at 16, 1.12x at 32 and less than 1.09x at 64, before the wait for the slower one (bench/rows.py;
+# docs/performance.md, "Rows per weight read").
+FEW_ROWS = 32
+
 _rows: weakref.WeakKeyDictionary[Experts, Tensor] = weakref.WeakKeyDictionary()
 _passes: weakref.WeakKeyDictionary[Experts, Passes] = weakref.WeakKeyDictionary()
 

@@ -2,7 +2,7 @@
 
 A pass of few rows is mostly reading weights, and ranks that each compute their own tokens read them
 all, each for itself. So, while a Trainer trains a model, a host's ranks compute together every
-forward, and its backward, that brings an expert fewer than GATHER_BELOW rows per rank. The first
+forward, and its backward, that brings an expert fewer than FEW_ROWS rows per rank. The first
 layer decides for the whole forward, from the tokens of all ranks; what checkpointing computes again
 goes the way of its forward. Evaluation and generation are never gathered, ranks are not in step
 there.
@@ -22,15 +22,11 @@ from kt_core.experts import Experts, Lora
 from kt_core.module import KTExpertsLinear
 from kt_sft.config import KTConfig
 from kt_sft.op import exchange, position
+from kt_sft.op.row_counts import FEW_ROWS
 from kt_sft.ranks import host
 from kt_sft.ranks.collective import gather, joined
 
 log = logging.getLogger("kt")
-
-# Rows per expert and rank from which each rank computes its own. Two ranks that gather gain 1.37x
-# at 8 rows, 1.23x at 16, 1.12x at 32 and less than 1.09x at 64, before the wait for the slower one
-# (bench/rows.py; docs/performance.md, "Rows per weight read").
-GATHER_BELOW = 32
 
 
 class RowGather(TrainerCallback):
@@ -100,7 +96,7 @@ class RowGather(TrainerCallback):
             position.enter(experts.name, "forward")  # where this rank is if another is lost
             told = exchange.ranks().tell(rows)
             mean = sum(n for (n,) in told) / len(told) / experts.num_experts
-            self._together = mean < GATHER_BELOW
+            self._together = mean < FEW_ROWS
         return self._together
 
 

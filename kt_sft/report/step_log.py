@@ -27,9 +27,6 @@ from kt_sft.ranks.collective import joined, over_ranks
 
 logger = logging.getLogger("kt")
 HEAT_MAP = "expert_load.png"
-# Rows per weight read below which that is a sixth of a pass or more (docs/performance.md, "Rows per
-# weight read").
-FEW_ROWS = 32
 
 
 def log(
@@ -105,7 +102,7 @@ class StepLog(TrainerCallback):
     def _advise(self, per_pass: float) -> None:
         """Once: what would read the weights less often."""
         n, self._accumulation = self._accumulation, None
-        if n is not None and n > 1 and per_pass < FEW_ROWS and self._main:
+        if n is not None and n > 1 and per_pass < row_counts.FEW_ROWS and self._main:
             logger.info(
                 "kt: an expert gets %.1f rows each time its weights are read; "
                 "kt_config.layer_major: true would read them once per step instead of %d times",

@@ -35,7 +35,7 @@ _SEQUENCES = {"dpo": 2, "rm": 2}  # that a sample of a batch is made of; 1 elsew
 
 
 @dataclass(frozen=True)
-class Plan:
+class Prediction:
     """Bytes. packed: experts; trained: parameters that train; gradients and optimizer: theirs;
     saved: gate and up pre-activations of `tokens` tokens in all layers; logits: of as many, if they
     are on the CPU.
@@ -74,9 +74,9 @@ class Plan:
 
 def predict(
     model: Any, tokens: int, *, activation: str, optimizer: str, loss_in_blocks: bool = False
-) -> Plan:
-    """The plan for a PreTrainedModel (or a PeftModel) and micro-batches of at most `tokens` tokens,
-    padding counted.
+) -> Prediction:
+    """The prediction for a PreTrainedModel (or a PeftModel) and micro-batches of at most `tokens`
+    tokens, padding counted.
 
     loss_in_blocks: it is loss.py's. optimizer: transformers' name; Adam's state is two tensors per
     parameter, that of others is not known here and counted as none.
@@ -88,7 +88,7 @@ def predict(
     first = next(model.parameters())
     on_cpu = first.device.type == "cpu"
     each = _LOGITS_COPIES * first.element_size() if loss_in_blocks else _LOGITS_BYTES
-    return Plan(
+    return Prediction(
         packed=sum(e.nbytes for e in experts),
         trained=trained,
         gradients=trained,
@@ -109,7 +109,7 @@ def top_k(config: Any) -> int:
 
 
 class Budget(TrainerCallback):
-    """Added by the LLaMA-Factory seam: prints the plan before the first step.
+    """Added by the LLaMA-Factory seam: predicts the memory and prints it before the first step.
 
     cutoff_len: tokens of a row at most, for data whose rows cannot be looked at. Raises MemoryError
     if a layer_major batch does not fit.
@@ -123,7 +123,7 @@ class Budget(TrainerCallback):
     ) -> None:
         """Predicts, prints, compares with what the machine has left."""
         rows = args.per_device_train_batch_size * _SEQUENCES.get(self._args.stage, 1)
-        plan = predict(
+        prediction = predict(
             kw["model"],
             rows * (longest_row(kw["train_dataloader"].dataset) or self._cutoff_len),
             loss_in_blocks=self._args.stage in ("pt", "sft") and not _other_loss(self._args),
@@ -131,14 +131,14 @@ class Budget(TrainerCallback):
             optimizer=OptimizerNames(args.optim).value,
         )
         if state.is_world_process_zero:
-            print(f"kt: memory: {plan}", flush=True)
+            print(f"kt: memory: {prediction}", flush=True)
         ranks = ranks_of_this_host()
-        to_come = ranks * plan.to_come
+        to_come = ranks * prediction.to_come
         tightest = min(memory.limits(), key=lambda limit: limit.available, default=None)
         if tightest is None or to_come <= tightest.available:
             return
         each = f"{ranks} processes with " if ranks > 1 else ""
-        needed = f"training needs {to_come:,} bytes beside the model ({each}{plan})"
+        needed = f"training needs {to_come:,} bytes beside the model ({each}{prediction})"
         if self._config.layer_major:
             raise MemoryError(
                 f"{needed} but {tightest.name} leaves {tightest.available:,}; remove "

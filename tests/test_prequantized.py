@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kt_core import adapters, hf
-from kt_core.loading import quantized
+from kt_core.loading import prequantized
 from kt_core.serve import loading
 from kt_sft import plugin
 
@@ -102,7 +102,7 @@ def test_its_tensors_give_it_away_too(base, tmp_path, what):
 
 def test_an_index_and_older_files_are_enough(base, tmp_path):
     path = copy_of(base, tmp_path)
-    quantized.refuse_directory(path)  # as it is, it is not
+    prequantized.refuse_directory(path)  # as it is, it is not
     (path / "quantize_config.json").write_text("{}")
     with pytest.raises(ValueError, match=r"GPTQ \(its file quantize_config.json\)"):
         hf.load_model(path)
@@ -120,7 +120,7 @@ def test_a_part_of_a_model_may_be_quantized(part, key):
     for name in reversed(part.split(".") if part else []):
         config = {"vision_config": {}, name: config}
     with pytest.raises(ValueError, match=rf"compressed-tensors \({key}.quant_method: compressed"):
-        quantized.refuse(config, "model")
+        prequantized.refuse(config, "model")
 
 
 @pytest.mark.parametrize("key", ["quantization_config", "load_in_4bit", "gguf_file"])
