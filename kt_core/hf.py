@@ -14,23 +14,23 @@ import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Set
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
-from weakref import WeakKeyDictionary
 
 import torch
 import transformers
 from transformers.integrations import is_fsdp_enabled
 from transformers.modeling_utils import PreTrainedModel, is_local_dist_rank_0
 
-from kt_core import experts, formats, runtime
+from kt_core import experts, runtime
 from kt_core.loading import checkpoint, memory, packing, prequantized, reuse
 from kt_core.loading.experts_contract import ExpertsLayout, find_experts
 from kt_core.loading.host import Host
 from kt_core.loading.naming import Naming
-from kt_core.loading.parts import CheckpointFiles, ExpertRequest, ExpertTensor
+from kt_core.loading.parts import CheckpointFiles
 from kt_core.module import KTExpertsLinear, Runner, inference_runner
+from kt_core.settings import ExpertSettings
 
 _WRAPPED_ARGUMENTS = ["model", "state_dict", "checkpoint_files", "load_config"]
 
@@ -39,68 +39,37 @@ _CHECKED = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @dataclass(frozen=True)
-class LoadSettings:
-    """How experts are kept: weight format, weights per scale (None: the format's default), worker
-    threads (None: all allowed CPUs), NUMA nodes (None: those there are), a directory for the packed
-    file (None: packed into anonymous memory), the runner of the modules, and the processes of this
-    host that load together.
-    """
+class _Load:
+    """What `experts_on_cpu` was given; see there."""
 
-    format: str = "int8"
-    group: int | None = None
-    threads: int | None = None
-    numa_nodes: int | None = None
-    packed_dir: str | Path | None = None
-    runner: Runner = inference_runner
-    host: Host = field(default_factory=Host)
-    reuse: bool = False
-
-    def __post_init__(self) -> None:
-        formats.of(self.format).check_group(self.group)
-
-    @property
-    def weights_per_scale(self) -> int:
-        """The group that is used: the one given or the format's default, 0 for none."""
-        return formats.of(self.format).check_group(self.group)
+    settings: ExpertSettings
+    runner: Runner
+    host: Host
+    reuse: bool
 
 
-@dataclass(frozen=True)
-class Origin:
-    """The checkpoint that a model's experts were packed from."""
-
-    files: tuple[Path, ...]
-    request: ExpertRequest
-
-    def parts(self) -> dict[str, list[ExpertTensor]]:
-        """Every projection of every expert by module name, to be read again."""
-        return checkpoint.collect(CheckpointFiles(self.files), self.request)
-
-
-_origins: WeakKeyDictionary[torch.nn.Module, Origin] = WeakKeyDictionary()
-
-
-def has_origin(model: torch.nn.Module) -> bool:
-    """Whether `model` was loaded here."""
-    return model in _origins
-
-
-def origin_of(model: torch.nn.Module) -> Origin:
-    """The checkpoint of a model that was loaded here."""
-    return _origins[model]
-
-
-_active: ContextVar[LoadSettings | None] = ContextVar("kt_load_settings", default=None)
+_active: ContextVar[_Load | None] = ContextVar("kt_load", default=None)
 
 
 @contextlib.contextmanager
-def experts_on_cpu(settings: LoadSettings) -> Iterator[None]:
+def experts_on_cpu(
+    settings: ExpertSettings,
+    *,
+    runner: Runner = inference_runner,
+    host: Host | None = None,
+    reuse: bool = False,
+) -> Iterator[None]:
     """Inside, `from_pretrained` of any PreTrainedModel on this thread keeps its routed experts in
     packed CPU memory.
+
+    runner: of the modules in the place of the experts. host: the processes that load together;
+    None: this one alone. reuse: experts that this process has packed from the same checkpoint, for
+    a model that still lives, are shared with it.
 
     A model without experts, or with experts that are not understood, is refused with ValueError.
     """
     install()
-    token = _active.set(settings)
+    token = _active.set(_Load(settings, runner, host or Host(), reuse))
     try:
         yield
     finally:
@@ -115,6 +84,18 @@ def load_model(
     threads: int | None = None,
     numa_nodes: int | None = None,
     packed_dir: str | Path | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    **from_pretrained: Any,
+) -> PreTrainedModel:
+    """`load` with the settings that are given; see ExpertSettings."""
+    settings = ExpertSettings(format, group, threads, numa_nodes, packed_dir)
+    return load(path, settings, dtype=dtype, **from_pretrained)
+
+
+def load(
+    path: str | Path,
+    settings: ExpertSettings,
+    *,
     dtype: torch.dtype = torch.bfloat16,
     **from_pretrained: Any,
 ) -> PreTrainedModel:
@@ -135,7 +116,6 @@ def load_model(
             f"device_map={device_map!r} is computed as if the experts were on the devices; give a "
             "device, such as device_map='cpu' or device_map='cuda:0'"
         )
-    settings = LoadSettings(format, group, threads, numa_nodes, packed_dir)
     refuse_quantized(path, from_pretrained)
     auto = auto_class(config_of(path, from_pretrained))
     with experts_on_cpu(settings):
@@ -228,8 +208,8 @@ def _load_pretrained_model(
     **kwargs: Any,
 ) -> Any:
     assert _original is not None
-    settings = _active.get()
-    if settings is None:
+    asked = _active.get()
+    if asked is None:
         return _original(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
     if state_dict is not None or not checkpoint_files:
         raise ValueError(
@@ -238,7 +218,7 @@ def _load_pretrained_model(
         )
     _check_devices(load_config.device_map)
     layouts = _layouts(model)
-    host = settings.host
+    settings, host = asked.settings, asked.host
     with host.step("dividing the CPUs", everywhere=True):
         runtime.set_numa_nodes(1)  # what an earlier load chose must not limit the threads
         host.use_threads(settings.threads)
@@ -247,11 +227,10 @@ def _load_pretrained_model(
     prequantized.refuse_directory(Path(checkpoint_files[0]).parent)  # of a hub model too
     naming = Naming(model, load_config.weight_mapping)
     request = naming.request({layout.name: layout.shape for layout in layouts})
-    form = packing.Format(settings.format, settings.weights_per_scale, settings.numa_nodes)
     other_bytes = _other_bytes(model, layouts, load_config.device_map)
     # Under FSDP with cpu_ram_efficient_loading only the first process of a machine holds them.
     copies = 1 if is_fsdp_enabled() else host.size
-    packed = reuse.find(source, layouts, form) if settings.reuse else None
+    packed = reuse.find(source, layouts, settings) if asked.reuse else None
     if not host.all_have("looking for loaded experts", packed is not None) or packed is None:
         packed = packing.pack(
             layouts,
@@ -260,17 +239,15 @@ def _load_pretrained_model(
             model=source_name,
             other_bytes=other_bytes,
             copies=copies,
-            format=form,
-            packed_dir=settings.packed_dir,
+            settings=settings,
             host=host,
         )
-        reuse.remember(packed, source, layouts, form)
+        reuse.remember(packed, source, layouts, settings)
     else:
         need = memory.MemoryNeed(0, other_bytes, staging=0, mapped=0, copies=copies)
         with host.step("comparing the memory they need with what is there", everywhere=True):
             memory.check(need, memory.limits(), source_name)
-    _swap(model, layouts, packed, settings.runner)
-    _origins[model] = Origin(source.files, request)
+    _swap(model, layouts, packed, asked, checkpoint.Origin(source.files, request))
     # What transformers, which no longer knows the experts, will call their tensors.
     renamed = Naming(model, load_config.weight_mapping)
     ours = {
@@ -347,12 +324,18 @@ def _swap(
     model: PreTrainedModel,
     layouts: list[ExpertsLayout],
     packed: Mapping[str, experts.Experts],
-    runner: Runner,
+    asked: _Load,
+    origin: checkpoint.Origin,
 ) -> None:
     for position, layout in enumerate(layouts):
         parent, _, leaf = layout.name.rpartition(".")
-        index = _layer_index(layout.name, position)
-        module = KTExpertsLinear(packed[layout.name], runner=runner, layer_index=index)
+        module = KTExpertsLinear(
+            packed[layout.name],
+            layer_index=_layer_index(layout.name, position),
+            runner=asked.runner,
+            settings=asked.settings,
+            origin=origin,
+        )
         setattr(model.get_submodule(parent), leaf, module)
 
 

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from kt_core.experts import Experts, Lora
+from kt_core.loading.checkpoint import Origin
+from kt_core.settings import ExpertSettings
 
 Runner = Callable[[Experts, Tensor, Tensor, Tensor, Lora | None], Tensor]
 
@@ -49,6 +51,22 @@ def inference_runner(
     return out.to(x.device, x.dtype)
 
 
+def by_token(
+    run: Callable[[Tensor, Tensor, Tensor], Tensor],
+    hidden_states: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+) -> Tensor:
+    """`run`, which takes x [T, H], index and weights [T, K] and gives [T, H], for a batch as
+    transformers' experts get it: hidden_states [..., H], top_k_index and top_k_weights [..., K].
+    """
+    k = top_k_index.shape[-1]
+    rows = hidden_states.reshape(-1, hidden_states.shape[-1])
+    return run(rows, top_k_index.reshape(-1, k), top_k_weights.reshape(-1, k)).view(
+        hidden_states.shape
+    )
+
+
 def is_linear(module: nn.Module) -> bool:
     """Whether `module` is a Linear that returns its product. transformers' own subclasses return
     more (PhiMoE's router: also the chosen experts), so what adapts them adapts their weight.
@@ -62,16 +80,25 @@ class KTExpertsLinear(nn.Module):
 
     num_experts, hidden_dim and intermediate_dim are those of the module it replaces; `layer_index`
     is the decoder layer it belongs to (it seeds LoRA dropout); `runner` may be replaced at any
-    time.
+    time. `settings` and `origin`: how and from which checkpoint its model was loaded, None for
+    experts that were packed by hand.
     """
 
     def __init__(
-        self, experts: Experts, *, runner: Runner = inference_runner, layer_index: int
+        self,
+        experts: Experts,
+        *,
+        layer_index: int,
+        runner: Runner = inference_runner,
+        settings: ExpertSettings | None = None,
+        origin: Origin | None = None,
     ) -> None:
         super().__init__()
         self.experts = experts
         self.runner = runner
         self.layer_index = layer_index
+        self.settings = settings
+        self.origin = origin
         self.num_experts: int = experts.num_experts
         self.hidden_dim: int = experts.hidden
         self.intermediate_dim: int = experts.intermediate
@@ -86,12 +113,11 @@ class KTExpertsLinear(nn.Module):
         """hidden_states [..., H], top_k_index and top_k_weights [..., K] -> [..., H]; leading sizes
         may differ in shape but not in number of tokens.
         """
-        rows = hidden_states.reshape(-1, self.hidden_dim)
-        k = top_k_index.shape[-1]
-        out = self.runner(
-            self.experts, rows, top_k_index.reshape(-1, k), top_k_weights.reshape(-1, k), None
-        )
-        return out.view(hidden_states.shape)
+
+        def run(x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+            return self.runner(self.experts, x, index, weights, None)
+
+        return by_token(run, hidden_states, top_k_index, top_k_weights)
 
     def extra_repr(self) -> str:
         """Shapes and storage, for print(model)."""
@@ -106,7 +132,13 @@ class KTExpertsLinear(nn.Module):
         """A second module over the same packed weights: they are frozen, so a copy would only cost
         memory.
         """
-        twin = type(self)(self.experts, runner=self.runner, layer_index=self.layer_index)
+        twin = type(self)(
+            self.experts,
+            layer_index=self.layer_index,
+            runner=self.runner,
+            settings=self.settings,
+            origin=self.origin,
+        )
         twin.train(self.training)
         memo[id(self)] = twin
         return twin

@@ -16,7 +16,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from torch import nn
+
 from kt_core import formats
+from kt_core.module import KTExpertsLinear
+from kt_core.settings import ExpertSettings
 
 ACTIVATIONS = ("retain", "recompute")
 DENSE_DTYPES = ("auto", "bf16", "fp32")
@@ -25,18 +29,11 @@ LORA_GROUPS = ("attention", "shared_experts", "experts", "router")
 
 
 @dataclass(frozen=True)
-class KTConfig:
-    """Settings of the experts on the CPU.
+class KTConfig(ExpertSettings):
+    """Settings of a training run: how experts are kept (ExpertSettings), and
 
-    format         how expert weights are stored: a name of kt_core.formats
-    group          weights that share one scale along the reduction, one of the format's groups, 0
-                   being a whole channel; None takes its default; a format without scales takes none
-    threads        worker threads of the kernels; None: this process's share of the CPUs
-    numa_nodes     NUMA nodes that weights and threads are spread over; None: as found
     activation     retain: gate and up pre-activations are kept for backward; recompute: nothing is
                    kept
-    packed_dir     directory of packed expert files, reused by the next run; None: experts are
-                   packed in memory
     lora_rank      rank by group (attention, shared_experts, experts, router) where it differs from
                    LLaMA-Factory's lora_rank; alpha changes with it, so that alpha / rank stays
     export_layout  expert tensors of a saved adapter: per_expert, fused (peft's target_parameters),
@@ -48,14 +45,11 @@ class KTConfig:
     gather_rows    the ranks of a machine compute their experts' rows together where each has few
     dense_dtype    dtype of the layers beside the experts in a bf16 run on CPUs: bf16, fp32, or
                    auto, which is fp32 where the CPU multiplies that faster
+
+    threads is None for this process's share of the CPUs.
     """
 
-    format: str = formats.DEFAULT
-    group: int | None = None
-    threads: int | None = None
-    numa_nodes: int | None = None
     activation: str = "retain"
-    packed_dir: str | None = None
     layer_major: bool = False
     check_finite: bool = False
     gather_rows: bool = True
@@ -158,6 +152,12 @@ def resolve(
         _agree(given, "layer_major", "kt_layer_major", layer_major)
         config = dataclasses.replace(config, layer_major=layer_major)
     return config
+
+
+def settings_of(model: nn.Module) -> KTConfig:
+    """The settings with which `model` was loaded for training; the defaults for any other."""
+    found = (m.settings for m in model.modules() if isinstance(m, KTExpertsLinear))
+    return next((s for s in found if isinstance(s, KTConfig)), KTConfig())
 
 
 def _agree(given: Mapping[str, Any], key: str, name: str, value: object) -> None:

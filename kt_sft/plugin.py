@@ -7,7 +7,6 @@ models; every other model of the process takes the original code.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterator
@@ -20,7 +19,7 @@ from torch import nn
 from kt_core import hf
 from kt_core.module import KTExpertsLinear
 from kt_sft import seams
-from kt_sft.config import KTConfig
+from kt_sft.config import KTConfig, settings_of
 from kt_sft.cpu import malloc
 from kt_sft.lora import model_parts
 from kt_sft.op import autograd
@@ -177,18 +176,6 @@ def wrap(owner: Any, name: str, replacement: Callable[..., Any], expected: list[
     setattr(owner, name, classmethod(hooked) if isinstance(stored, classmethod) else hooked)
 
 
-def load_settings(config: KTConfig) -> hf.LoadSettings:
-    """What kt_core is told for `config`; raises ValueError for what this version cannot do."""
-    return hf.LoadSettings(
-        format=config.format,
-        group=config.group,
-        threads=config.threads,
-        numa_nodes=config.numa_nodes,
-        packed_dir=config.packed_dir,
-        runner=autograd.runner(config.activation),
-    )
-
-
 @contextmanager
 def loading(config: KTConfig, *, router: bool = True, again: bool = False) -> Iterator[None]:
     """Inside it, `from_pretrained` of a causal language model puts the experts into CPU memory,
@@ -198,11 +185,11 @@ def loading(config: KTConfig, *, router: bool = True, again: bool = False) -> It
     """
     install()
     cpu_fsdp.want(True)
-    settings = load_settings(config)
+    runner = autograd.runner(config.activation)
     new = model_parts.NewAdapters(config.lora_rank or {}, router)
     with (
         host_of_run() as host,
-        hf.experts_on_cpu(dataclasses.replace(settings, host=host, reuse=again)),
+        hf.experts_on_cpu(config, runner=runner, host=host, reuse=again),
         model_parts.rules(new),
     ):
         yield
@@ -217,13 +204,14 @@ def load_for_training(path: str, config: KTConfig | None = None, **kw: Any) -> n
     auto = hf.auto_class(hf.config_of(path, kw))
     with loading(config):
         model: nn.Module = auto.from_pretrained(path, **kw)
-    prepare(model, config)
+    prepare(model)
     return model
 
 
-def prepare(model: nn.Module, config: KTConfig) -> None:
-    """What a loaded model needs beside its experts: checkpointing that keeps their outputs
-    (activation: retain), their checks, and, without an accelerator, a heap that suits training.
+def prepare(model: nn.Module) -> None:
+    """What a model that was loaded inside `loading` needs beside its experts: checkpointing that
+    keeps their outputs (activation: retain), their checks, and, without an accelerator, a heap that
+    suits training.
     """
     modules = [m for m in model.modules() if isinstance(m, KTExpertsLinear)]
     if not modules:
@@ -231,9 +219,7 @@ def prepare(model: nn.Module, config: KTConfig) -> None:
             f"{type(model).__name__} has no experts in CPU memory; use_kt is for "
             "mixture-of-experts models, remove it"
         )
-    from kt_sft.lora import adapter_io
-
-    adapter_io.remember(model, config)
+    config = settings_of(model)
     for module in modules:
         module.experts.check_finite = config.check_finite
     if not torch.accelerator.is_available():

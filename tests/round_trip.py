@@ -23,7 +23,7 @@ from kt_core import adapters, hf
 from kt_core.loading import experts_contract
 from kt_sft import plugin
 from kt_sft.config import LORA_GROUPS, KTConfig
-from kt_sft.lora import adapter_io, model_parts, stock_peft
+from kt_sft.lora import adapter_io, model_parts, stock_peft, targets
 
 LAYOUTS = stock_peft.LAYOUTS
 SAME = 1e-5  # fp32 on both sides; a lost part of an adapter is above 1e-2
@@ -44,10 +44,14 @@ class Trained:
 
     def save(self, layout: str, directory: Path) -> stock_peft.Choice:
         """Saves with an export_layout and returns what the save made of it."""
-        base = self.model.get_base_model()
-        adapter_io.remember(base, KTConfig(format="bf16", export_layout=layout))
+        self.set_layout(layout)
         self.model.save_pretrained(directory)
         return adapter_io.layout_of(self.model)
+
+    def set_layout(self, layout: str) -> None:
+        """As if the model had been loaded with this export_layout."""
+        for module in targets.experts_of(self.model).values():
+            module.settings = KTConfig(format="bf16", export_layout=layout)
 
 
 def token_ids() -> torch.Tensor:
@@ -111,7 +115,7 @@ def train(
     settings = KTConfig(format="bf16", export_layout=export_layout)
     with plugin.loading(settings):
         model = family.cls.from_pretrained(base, dtype=torch.float32, attn_implementation="eager")
-    plugin.prepare(model, settings)
+    plugin.prepare(model)
     found = tuple(g for g in LORA_GROUPS if _has(model, g))
     torch.manual_seed(3)
     config = LoraConfig(
@@ -183,7 +187,7 @@ def continued(trained: Trained, directory: Path, base: Path, family: families.Fa
     settings = KTConfig(format="bf16")
     with plugin.loading(settings):
         model = family.cls.from_pretrained(base, dtype=torch.float32, attn_implementation="eager")
-    plugin.prepare(model, settings)
+    plugin.prepare(model)
     tuned = PeftModel.from_pretrained(model, directory, is_trainable=True)
     return error(logits(tuned.eval()), trained.logits)
 
@@ -231,10 +235,9 @@ def refused_row(family: families.Family, reason: str) -> str:
 
 def supported_row(trained: Trained) -> str:
     """The row of a family that goes the whole way."""
-    base = trained.model.get_base_model()
     choices = {}
     for wanted in (*LAYOUTS, "auto"):
-        adapter_io.remember(base, KTConfig(format="bf16", export_layout=wanted))
+        trained.set_layout(wanted)
         choices[wanted] = adapter_io.layout_of(trained.model)
     read = ["yes" if choices[layout].problem is None else "no" for layout in LAYOUTS]
     cells = [

@@ -28,6 +28,7 @@ from kt_core.loading import checkpoint
 from kt_core.loading.experts_contract import find_experts
 from kt_core.loading.parts import CheckpointFiles, ExpertRequest
 from kt_core.module import KTExpertsLinear
+from kt_core.settings import ExpertSettings
 
 IDS = torch.randint(3, 120, (2, 48), generator=torch.Generator().manual_seed(1))
 
@@ -164,7 +165,7 @@ def test_transposed_fused_tensors(tmp_path, slow):
 
     rewrite(tmp_path, transpose)
     reference = cls.from_pretrained(tmp_path, dtype=torch.float32, experts_implementation="eager")
-    with hf.experts_on_cpu(hf.LoadSettings()):
+    with hf.experts_on_cpu(ExpertSettings()):
         model = cls.from_pretrained(tmp_path, dtype=torch.float32)
     assert len(kt_modules(model)) == 2
     assert torch.equal(logits(model), logits(reference))
@@ -223,7 +224,7 @@ def test_experts_of_another_part_of_the_checkpoint_are_left_alone(tmp_path, slow
 def test_base_model_of_a_causal_checkpoint_and_the_reverse(family, tmp_path, slow):
     """The `model.` prefix comes and goes, as in stock loading."""
     path = models.build(family, tmp_path / "causal")
-    with hf.experts_on_cpu(hf.LoadSettings()):
+    with hf.experts_on_cpu(ExpertSettings()):
         base = transformers.AutoModel.from_pretrained(path, dtype=torch.float32)
     whole = stock(path)
     with torch.no_grad():
@@ -276,7 +277,7 @@ def test_stock_and_kt_models_in_one_process(first, tmp_path, slow):
 def test_other_threads_load_stock_models(tmp_path, slow):
     path = models.build("qwen3_moe", tmp_path)
     seen = []
-    with hf.experts_on_cpu(hf.LoadSettings()):
+    with hf.experts_on_cpu(ExpertSettings()):
         thread = threading.Thread(target=lambda: seen.append(stock(path)))
         thread.start()
         thread.join()
@@ -491,7 +492,7 @@ def test_missing_weight_that_is_no_expert(name, tmp_path, slow):
 
 def test_a_new_head_of_another_task_is_allowed(tmp_path, slow):
     path = models.build("mixtral", tmp_path)
-    with hf.experts_on_cpu(hf.LoadSettings()):
+    with hf.experts_on_cpu(ExpertSettings()):
         kind = transformers.AutoModelForSequenceClassification
         assert kind.from_pretrained(path).score.weight.isfinite().all()
 
@@ -632,7 +633,7 @@ def test_a_state_dict_is_refused(tmp_path, slow):
     tensors = load_file(path / "model.safetensors")
     config = models.config("mixtral")
     with (
-        hf.experts_on_cpu(hf.LoadSettings()),
+        hf.experts_on_cpu(ExpertSettings()),
         pytest.raises(ValueError, match="loaded from a state_dict"),
     ):
         transformers.MixtralForCausalLM.from_pretrained(None, config=config, state_dict=tensors)

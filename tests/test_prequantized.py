@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from kt_core import adapters, hf
 from kt_core.loading import prequantized
 from kt_core.serve import loading
+from kt_core.settings import ExpertSettings
 from kt_sft import plugin
 
 # quant_method, further contents of quantization_config, what the sentence calls it
@@ -67,7 +68,7 @@ def readers(path, tmp_path):
     return {
         "load_model": lambda: hf.load_model(path),
         "load_for_training": lambda: plugin.load_for_training(str(path)),
-        "serve": lambda: loading.check(str(path), None, [], hf.LoadSettings()),
+        "serve": lambda: loading.check(str(path), None, [], ExpertSettings()),
         "merge": lambda: adapters.merge(path, tmp_path / "no adapter", tmp_path / "merged"),
     }
 

@@ -417,7 +417,7 @@ def test_a_fault_of_ours_while_loading_ends_the_process_too(
     def broken(*args: Any, **more: Any) -> None:
         raise KeyError("a fault")
 
-    monkeypatch.setattr(loading, "load_model", broken)
+    monkeypatch.setattr(loading.hf, "load", broken)
     assert cli.main(["--model", str(folder / "base"), "--port", "0"]) == 1
     lines = capsys.readouterr().err.splitlines()
     assert lines[-1] == "KeyError: 'a fault'" and any("in broken" in line for line in lines)

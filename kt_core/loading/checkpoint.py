@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -140,6 +141,18 @@ def fill(experts: Experts, parts: Sequence[ExpertTensor], progress: Callable[[in
         raise ValueError(
             f"{experts.name}: nothing was packed for {missing[:3]} ({len(missing)} in all)"
         )
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The checkpoint that a model's experts were packed from."""
+
+    files: tuple[Path, ...]
+    request: ExpertRequest
+
+    def parts(self) -> dict[str, list[ExpertTensor]]:
+        """Every projection of every expert by module name, to be read again."""
+        return collect(CheckpointFiles(self.files), self.request)
 
 
 # Fingerprint: files up to 1 MiB are read whole, larger ones by pages spread so that no 16 MiB go

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from kt_core.loading import checkpoint, memory, numa, packed_file, shared
 from kt_core.loading.experts_contract import ExpertsLayout
 from kt_core.loading.host import Host
 from kt_core.loading.parts import CheckpointFiles, ExpertRequest, ExpertTensor
+from kt_core.settings import ExpertSettings
 
 log = logging.getLogger("kt")
 
@@ -29,13 +31,41 @@ Parts = Mapping[str, list[ExpertTensor]]
 
 
 @dataclass(frozen=True)
-class Format:
-    """How experts are kept: the weight format, weights per scale (0: none), the setting of
-    numa_nodes (None: as found)."""
+class _Layers:
+    """The layers of a model, how they are kept, and the slices that each is cut into."""
 
-    name: str
-    group: int
-    numa_nodes: int | None = None
+    layouts: Sequence[ExpertsLayout]
+    settings: ExpertSettings
+    slices: int
+
+    @cached_property
+    def sizes(self) -> dict[str, int]:
+        """Packed bytes of every layer, by its name."""
+        s = self.settings
+        return {
+            x.name: experts.Experts.packed_nbytes(*x.shape, s.format, s.group, self.slices)
+            for x in self.layouts
+        }
+
+    def empty(self, layout: ExpertsLayout, buffer: Any) -> experts.Experts:
+        """One of the layers, nothing packed yet, in `buffer` or (None) in memory of its own."""
+        layer = experts.Experts(*layout.shape, buffer=buffer, **self._options(layout))
+        if buffer is not None:
+            layer.bind_slices()
+        return layer
+
+    def over(self, layout: ExpertsLayout, view: memoryview) -> experts.Experts:
+        """One of the layers, whose packed bytes are `view`."""
+        return experts.Experts.from_packed(*layout.shape, buffer=view, **self._options(layout))
+
+    def _options(self, layout: ExpertsLayout) -> dict[str, Any]:
+        return {
+            "format": self.settings.format,
+            "group": self.settings.group,
+            "activation": layout.activation,
+            "slices": self.slices,
+            "name": layout.name,
+        }
 
 
 def pack(
@@ -46,27 +76,25 @@ def pack(
     model: str,
     other_bytes: int,
     copies: int,
-    format: Format,
-    packed_dir: str | Path | None,
+    settings: ExpertSettings,
     host: Host,
 ) -> dict[str, experts.Experts]:
     """Packed experts of every layout, by module name.
 
     request: the names and shapes that `layouts` ask of `source`. model: directory or hub id.
     other_bytes: CPU bytes of all other weights, of which `copies` processes of the host hold a copy
-    each. packed_dir: where the packed file is, or is made. host: the processes that load together.
+    each. settings: how experts are kept. host: the processes that load together.
     Raises ValueError, FileNotFoundError, OSError or MemoryError, in one sentence, on all of them.
     """
     file = None
-    if packed_dir is not None:
-        file = Path(packed_dir) / packed_file.filename(_model_id(model), format.name, format.group)
-    slices = _spread(layouts, format, file, host)
+    if settings.packed_dir is not None:
+        file = Path(settings.packed_dir) / packed_file.filename(
+            _model_id(model), settings.format, settings.weights_per_scale
+        )
+    layers = _Layers(layouts, settings, _spread(layouts, settings, file, host))
     # Pages of a file lie where they were first read, and cannot be bound to a node.
     copied = file is not None and host.from_first("packing experts", runtime.numa_nodes() > 1)
-    sizes = {
-        x.name: experts.Experts.packed_nbytes(*x.shape, format.name, format.group, slices)
-        for x in layouts
-    }
+    sizes = layers.sizes
     part = max(4 * x.hidden * x.intermediate for x in layouts)  # unpacked, fp32 at most
     need = memory.MemoryNeed(
         experts=sum(sizes.values()),
@@ -79,16 +107,6 @@ def pack(
     with host.step("comparing the memory they need with what is there", everywhere=True):
         # before headers: opening a file maps it
         memory.check(need, memory.limits(), model)
-    options: dict[str, dict[str, Any]] = {
-        x.name: {
-            "format": format.name,
-            "group": format.group,
-            "activation": x.activation,
-            "slices": slices,
-            "name": x.name,
-        }
-        for x in layouts
-    }
     with host.step("packing experts on every host", everywhere=True):
         parts: Parts = {}
         with host.step("reading the checkpoint's headers"):
@@ -96,111 +114,73 @@ def pack(
                 parts = checkpoint.collect(source, request)
         views: Mapping[str, memoryview] = {}
         if file is not None:
-            identity = _identity(model, format, slices, layouts, sizes, parts, host)
-            views = _through_file(file, identity, layouts, parts, options, host)
+            identity = _identity(model, layers, parts, host)
+            views = _through_file(file, identity, layers, parts, host)
         if file is not None and not copied:
-            packed = {
-                x.name: experts.Experts.from_packed(
-                    *x.shape, buffer=views[x.name], **options[x.name]
-                )
-                for x in layouts
-            }
+            packed = {x.name: layers.over(x, views[x.name]) for x in layouts}
         else:
-            packed = _in_memory(layouts, sizes, parts, views, options, host)
+            packed = _in_memory(layers, parts, views, host)
     log.info(
         "%s: %d layers of experts, %s bytes as %s%s%s",
         model,
         len(layouts),
         f"{need.experts:,}",
-        format.name,
+        settings.format,
         f", one copy for {host.size} processes" if host.size > 1 else "",
         f", on {runtime.numa_nodes()} NUMA nodes" if runtime.numa_nodes() > 1 else "",
     )
     return packed
 
 
-def _spread(layouts: Sequence[ExpertsLayout], format: Format, file: Path | None, host: Host) -> int:
+def _spread(
+    layouts: Sequence[ExpertsLayout], settings: ExpertSettings, file: Path | None, host: Host
+) -> int:
     """Spreads this process over NUMA nodes; returns the slices of the experts."""
     slices = 0
     with host.step("dividing experts among NUMA nodes", everywhere=True):
         if host.rank == 0:
             most = min(
-                experts.Experts.max_slices(x.intermediate, format.name, format.group)
+                experts.Experts.max_slices(x.intermediate, settings.format, settings.group)
                 for x in layouts
             )
             exists = file is not None and file.exists()
             in_file = packed_file.slices_in(file) if file is not None and exists else None
-            slices = numa.slices_for(format.numa_nodes, most, file if exists else None, in_file)
+            slices = numa.slices_for(settings.numa_nodes, most, file if exists else None, in_file)
     slices = host.from_first("dividing experts among NUMA nodes", slices)
     with host.step("spreading threads over NUMA nodes", everywhere=True):
-        numa.spread(format.numa_nodes, slices)
+        numa.spread(settings.numa_nodes, slices)
     return slices
 
 
-def _empty_layer(
-    layout: ExpertsLayout, options: Mapping[str, dict[str, Any]], buffer: Any
-) -> experts.Experts:
-    layer = experts.Experts(*layout.shape, buffer=buffer, **options[layout.name])
-    if buffer is not None:
-        layer.bind_slices()
-    return layer
-
-
-def _pack_layer(
-    layout: ExpertsLayout,
-    parts: Parts,
-    options: Mapping[str, dict[str, Any]],
-    bar: tqdm,
-    buffer: Any = None,
-) -> experts.Experts:
-    layer = _empty_layer(layout, options, buffer)
-    checkpoint.fill(layer, parts[layout.name], bar.update)
-    return layer
-
-
-def _copy_layer(
-    layout: ExpertsLayout, view: memoryview, options: Mapping[str, dict[str, Any]], buffer: Any
-) -> experts.Experts:
-    layer = _empty_layer(layout, options, buffer)
-    layer.put_packed(view)
-    return layer
-
-
 def _in_memory(
-    layouts: Sequence[ExpertsLayout],
-    sizes: Mapping[str, int],
-    parts: Parts,
-    views: Mapping[str, memoryview],
-    options: Mapping[str, dict[str, Any]],
-    host: Host,
+    layers: _Layers, parts: Parts, views: Mapping[str, memoryview], host: Host
 ) -> dict[str, experts.Experts]:
     """Layers packed from the checkpoint or, where there are `views`, copied from the packed file:
     in memory of this process or of all processes of the host."""
     with _progress("Packing experts", 0 if views else _stored_bytes(parts)) as bar:
 
         def make(layout: ExpertsLayout, buffer: Any = None) -> experts.Experts:
+            layer = layers.empty(layout, buffer)
             if views:
-                return _copy_layer(layout, views[layout.name], options, buffer)
-            return _pack_layer(layout, parts, options, bar, buffer)
+                layer.put_packed(views[layout.name])
+            else:
+                checkpoint.fill(layer, parts[layout.name], bar.update)
+            return layer
 
         if host.size > 1:
-            return _in_shared_memory(layouts, sizes, options, make, host)
-        return {layout.name: make(layout) for layout in layouts}
+            return _in_shared_memory(layers, make, host)
+        return {layout.name: make(layout) for layout in layers.layouts}
 
 
 def _in_shared_memory(
-    layouts: Sequence[ExpertsLayout],
-    sizes: Mapping[str, int],
-    options: Mapping[str, dict[str, Any]],
-    make: Callable[[ExpertsLayout, Any], experts.Experts],
-    host: Host,
+    layers: _Layers, make: Callable[[ExpertsLayout, Any], experts.Experts], host: Host
 ) -> dict[str, experts.Experts]:
     memory_of_host: shared.SharedLayers | None = None
     with host.step("reserving shared memory"):
         if host.rank == 0:
-            memory_of_host = shared.SharedLayers([sizes[x.name] for x in layouts])
+            memory_of_host = shared.SharedLayers([layers.sizes[x.name] for x in layers.layouts])
     try:
-        for number, layout in enumerate(layouts):
+        for number, layout in enumerate(layers.layouts):
             # One wait a layer: however large the model, no wait is long.
             with host.step(f"packing {layout.name}"):
                 if memory_of_host is not None:
@@ -215,21 +195,10 @@ def _in_shared_memory(
     finally:
         if memory_of_host is not None:
             memory_of_host.close()
-    return {
-        x.name: experts.Experts.from_packed(*x.shape, buffer=view, **options[x.name])
-        for x, view in zip(layouts, views, strict=True)
-    }
+    return {x.name: layers.over(x, view) for x, view in zip(layers.layouts, views, strict=True)}
 
 
-def _identity(
-    model: str,
-    format: Format,
-    slices: int,
-    layouts: Sequence[ExpertsLayout],
-    sizes: Mapping[str, int],
-    parts: Parts,
-    host: Host,
-) -> packed_file.Identity:
+def _identity(model: str, layers: _Layers, parts: Parts, host: Host) -> packed_file.Identity:
     """What the packed file must match; the host's first process has seen the checkpoint."""
     identity: packed_file.Identity | None = None
     with host.step("comparing the checkpoint with the packed file"):
@@ -239,13 +208,13 @@ def _identity(
                 source=checkpoint.fingerprint(
                     [part.file for layer in parts.values() for part in layer]
                 ),
-                format=format.name,
-                group=format.group,
+                format=layers.settings.format,
+                group=layers.settings.weights_per_scale,
                 layers=tuple(
-                    packed_file.Layer(x.name, *x.shape, x.activation, sizes[x.name])
-                    for x in layouts
+                    packed_file.Layer(x.name, *x.shape, x.activation, layers.sizes[x.name])
+                    for x in layers.layouts
                 ),
-                slices=slices,
+                slices=layers.slices,
             )
     identity = host.from_first("comparing the checkpoint with the packed file", identity)
     assert identity is not None
@@ -253,17 +222,12 @@ def _identity(
 
 
 def _through_file(
-    path: Path,
-    identity: packed_file.Identity,
-    layouts: Sequence[ExpertsLayout],
-    parts: Parts,
-    options: Mapping[str, dict[str, Any]],
-    host: Host,
+    path: Path, identity: packed_file.Identity, layers: _Layers, parts: Parts, host: Host
 ) -> dict[str, memoryview]:
     """The packed bytes of every layer, mapped from the file, which is made if it is not there."""
     with host.step(f"packing experts into {path.parent}"):
         if host.rank == 0:
-            _create_file(path, identity, layouts, parts, options)
+            _create_file(path, identity, layers, parts)
     with host.step(f"checking {path}"):
         if host.rank == 0:  # the others trust what it has read
             size = sum(x.nbytes for x in identity.layers)
@@ -275,13 +239,7 @@ def _through_file(
     return views
 
 
-def _create_file(
-    path: Path,
-    identity: packed_file.Identity,
-    layouts: Sequence[ExpertsLayout],
-    parts: Parts,
-    options: Mapping[str, dict[str, Any]],
-) -> None:
+def _create_file(path: Path, identity: packed_file.Identity, layers: _Layers, parts: Parts) -> None:
     """Makes the packed file if it is not there; another run may make it meanwhile."""
     if path.exists():
         return
@@ -292,8 +250,10 @@ def _create_file(
             packed_file.PackedWriter(path, identity) as writer,
             _progress(f"Packing {path.name}", _stored_bytes(parts)) as bar,
         ):
-            for layout in layouts:
-                writer.add(_pack_layer(layout, parts, options, bar).packed())
+            for layout in layers.layouts:
+                layer = layers.empty(layout, None)
+                checkpoint.fill(layer, parts[layout.name], bar.update)
+                writer.add(layer.packed())
 
 
 def _stored_bytes(parts: Parts) -> int:

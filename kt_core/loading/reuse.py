@@ -13,6 +13,7 @@ from typing import Any
 from kt_core import experts
 from kt_core.loading.experts_contract import ExpertsLayout
 from kt_core.loading.parts import CheckpointFiles
+from kt_core.settings import ExpertSettings
 
 _held: weakref.WeakValueDictionary[Any, experts.Experts] = weakref.WeakValueDictionary()
 
@@ -21,27 +22,28 @@ def remember(
     packed: Mapping[str, experts.Experts],
     source: CheckpointFiles,
     layouts: Sequence[ExpertsLayout],
-    form: Any,
+    settings: ExpertSettings,
 ) -> None:
-    """Notes what was packed from `source`; `form` (hashable) is how: format, group, nodes."""
-    for key, layout in zip(_keys(source, layouts, form), layouts, strict=True):
+    """Notes what was packed from `source` with `settings`."""
+    for key, layout in zip(_keys(source, layouts, settings), layouts, strict=True):
         _held[key] = packed[layout.name]
 
 
 def find(
-    source: CheckpointFiles, layouts: Sequence[ExpertsLayout], form: Any
+    source: CheckpointFiles, layouts: Sequence[ExpertsLayout], settings: ExpertSettings
 ) -> dict[str, experts.Experts] | None:
     """The packed experts of every layout, if all are alive and the files have not changed."""
-    found = [_held.get(key) for key in _keys(source, layouts, form)]
+    found = [_held.get(key) for key in _keys(source, layouts, settings)]
     named = {x.name: e for x, e in zip(layouts, found, strict=True) if e is not None}
     return named if len(named) == len(layouts) else None
 
 
 def _keys(
-    source: CheckpointFiles, layouts: Sequence[ExpertsLayout], form: Any
+    source: CheckpointFiles, layouts: Sequence[ExpertsLayout], settings: ExpertSettings
 ) -> list[tuple[Any, ...]]:
     files = []
     for file in source.files:
         status = file.stat()
         files.append((file.resolve(), status.st_size, status.st_mtime_ns))
+    form = settings.format, settings.weights_per_scale, settings.numa_nodes
     return [(experts.Experts, tuple(files), form, layout) for layout in layouts]

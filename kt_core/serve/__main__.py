@@ -13,9 +13,9 @@ from pathlib import Path
 import uvicorn
 from transformers.utils import logging as hf_logging
 
-from kt_core.hf import LoadSettings
 from kt_core.serve.app import Service, create_app
 from kt_core.serve.loading import Loader, ServePlan, check
+from kt_core.settings import ExpertSettings
 
 SHUTDOWN_SECONDS = 10  # for running answers to end after Ctrl-C or SIGTERM
 
@@ -26,7 +26,7 @@ def plan(options: argparse.Namespace) -> ServePlan:
         options.model,
         options.name,
         options.adapter,
-        LoadSettings(
+        ExpertSettings(
             options.format, options.group, options.threads, options.numa_nodes, options.packed_dir
         ),
         context_length=options.context_length,

@@ -14,11 +14,12 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedModel
 
+from kt_core import hf
 from kt_core.adapters import adapter, load_adapter
-from kt_core.hf import LoadSettings, load_model
 from kt_core.loading import prequantized
 from kt_core.serve.app import Names, Served, Service
 from kt_core.serve.tokens import TEMPLATE, TOKENIZER, Tokens, check_rows, of_adapter, of_base
+from kt_core.settings import ExpertSettings
 
 
 @dataclass(frozen=True)
@@ -29,21 +30,13 @@ class ServePlan:
     names: Names
     adapters: dict[str, Path]
     tokens: dict[str | None, Tokens]
-    settings: LoadSettings
+    settings: ExpertSettings
     context_length: int | None
     max_waiting: int
 
     def load(self) -> Served:
         """Reads the weights. Raises ValueError, OSError or MemoryError, in one sentence."""
-        settings = self.settings
-        model = load_model(
-            self.model,
-            format=settings.format,
-            group=settings.group,
-            threads=settings.threads,
-            numa_nodes=settings.numa_nodes,
-            packed_dir=settings.packed_dir,
-        )
+        model = hf.load(self.model, self.settings)
         rows = model.get_input_embeddings().num_embeddings
         for name, directory in self.adapters.items():
             load_adapter(model, directory, name)
@@ -61,7 +54,7 @@ def check(
     model: str,
     name: str | None,
     adapters: list[str],
-    settings: LoadSettings,
+    settings: ExpertSettings,
     *,
     context_length: int | None = None,
     max_waiting: int = 8,

@@ -141,7 +141,6 @@ def check_load(model_args: Any, config: KTConfig) -> None:
     from kt_sft import plugin
 
     plugin.install()
-    plugin.load_settings(config)
     if Path(model_args.model_name_or_path).is_dir():  # else when it has been downloaded
         prequantized.refuse_directory(model_args.model_name_or_path)
 

@@ -159,7 +159,7 @@ def adapt_loader(module: Any) -> None:
             precision.widen(model)
             dense_ops.use(model)
         base = next(m for m in model.modules() if isinstance(m, PreTrainedModel))
-        plugin.prepare(base, config)
+        plugin.prepare(base)
         loss.in_blocks(base)
         if is_trainable:
             reentrant = config.activation == "recompute" and model_args.use_reentrant_gc

@@ -17,7 +17,6 @@ import re
 import shutil
 import tempfile
 import warnings
-import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -52,7 +51,7 @@ from kt_core.adapters.peft_format import (
 )
 from kt_core.module import KTExpertsLinear, is_linear
 from kt_core.names import PROJECTION_KEYS
-from kt_sft.config import KTConfig
+from kt_sft.config import settings_of
 from kt_sft.lora import model_parts, stock_peft, targets
 from kt_sft.lora.layer import KTExpertsLoraLinear, check_supported
 from kt_sft.seams import refuse_unknown
@@ -62,17 +61,6 @@ _PREFIX = "base_model.model."
 _HUB = ("revision", "cache_dir", "token", "subfolder", "local_files_only")
 # Of models that accelerate has spread over devices and disk, which ours are not.
 _OFFLOADING = ("device_map", "max_memory", "offload_dir", "offload_folder", "offload_index")
-_settings: weakref.WeakKeyDictionary[nn.Module, KTConfig] = weakref.WeakKeyDictionary()
-
-
-def remember(base: nn.Module, config: KTConfig) -> None:
-    """`config` are the settings of the model `base` from here on."""
-    _settings[base] = config
-
-
-def settings_of(model: nn.Module) -> KTConfig:
-    """The settings of the base model in `model`; the defaults for one that was loaded without."""
-    return next((_settings[m] for m in model.modules() if m in _settings), KTConfig())
 
 
 def has_experts(model: nn.Module) -> bool:

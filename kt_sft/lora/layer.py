@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
+from functools import partial
 from typing import Any
 
 import peft
@@ -23,7 +24,7 @@ from peft.tuners.lora.layer import LoraLayer
 from torch import Tensor, nn
 
 from kt_core.experts import Lora
-from kt_core.module import KTExpertsLinear
+from kt_core.module import KTExpertsLinear, by_token
 from kt_core.names import PROJECTION_KEYS
 from kt_sft.lora.targets import adapter_of
 
@@ -160,19 +161,21 @@ class KTExpertsLoraLinear(nn.Module, LoraLayer):
         adapter_names: one adapter, or "__base__", for each sample of the batch; the tokens of a
         sample follow one another.
         """
-        base = self.get_base_layer()
-        k = top_k_index.shape[-1]
-        x = hidden_states.reshape(-1, base.hidden_dim)
-        index, weights = top_k_index.reshape(-1, k), top_k_weights.reshape(-1, k)
         if adapter_names is None:
-            return self._run(x, index, weights, self.active_adapters).view(hidden_states.shape)
+            run = partial(self._run, names=self.active_adapters)
+        else:
+            run = partial(self._run_samples, names=adapter_names)
+        return by_token(run, hidden_states, top_k_index, top_k_weights)
+
+    def _run_samples(self, x: Tensor, index: Tensor, weights: Tensor, names: list[str]) -> Tensor:
+        """Samples of equally many tokens, each with the adapter that `names` has for it."""
         out = torch.empty_like(x)
-        tokens = len(x) // len(adapter_names)
-        for name in dict.fromkeys(adapter_names):
-            mine = torch.tensor([n == name for n in adapter_names], device=x.device)
+        tokens = len(x) // len(names)
+        for name in dict.fromkeys(names):
+            mine = torch.tensor([n == name for n in names], device=x.device)
             rows = mine.repeat_interleave(tokens)
             out[rows] = self._run(x[rows], index[rows], weights[rows], [name])
-        return out.view(hidden_states.shape)
+        return out
 
     def _run(self, x: Tensor, index: Tensor, weights: Tensor, names: list[str]) -> Tensor:
         """The experts with those adapters of `names` that this layer has; arguments by token."""

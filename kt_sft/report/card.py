@@ -14,8 +14,8 @@ from typing import Any
 from huggingface_hub import ModelCard
 
 from kt_core import formats
-from kt_sft.config import KTConfig
-from kt_sft.lora.adapter_io import has_experts, settings_of
+from kt_sft.config import KTConfig, settings_of
+from kt_sft.lora.adapter_io import has_experts
 from kt_sft.report import heldout
 from kt_sft.report.heldout import HeldOut
 from kt_sft.report.stats import STATS_FILE

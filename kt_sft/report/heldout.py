@@ -21,10 +21,9 @@ from peft.tuners.lora.layer import Linear as LoraLinear
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from kt_core import hf
 from kt_core.experts import Experts
 from kt_core.loading.parts import ExpertTensor
-from kt_core.module import KTExpertsLinear
+from kt_core.module import KTExpertsLinear, by_token
 from kt_core.names import PROJECTION_KEYS
 from kt_sft.lora.layer import KTExpertsLoraLinear
 
@@ -81,8 +80,9 @@ def as_merged(model: nn.Module) -> Iterator[None]:
     """Inside it, forwards of `model` (without gradients) compute with bf16 weights into which the
     active adapters are merged, or with the base's where adapters are disabled.
     """
-    base = next(m for m in model.modules() if hf.has_origin(m))
-    parts = hf.origin_of(base).parts()
+    origin = next(m.origin for m in model.modules() if isinstance(m, KTExpertsLinear))
+    assert origin is not None  # a Trainer's model was loaded, not packed by hand
+    parts = origin.parts()
     adapted = {
         id(m.get_base_layer()) for m in model.modules() if isinstance(m, KTExpertsLoraLinear)
     }
@@ -129,15 +129,12 @@ def _experts_forward(
     stored = parts[base.experts.name]
 
     def forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        k = top_k_index.shape[-1]
-        out = base.runner(
-            _merged(base.experts, stored, lora),
-            hidden_states.reshape(-1, base.hidden_dim),
-            top_k_index.reshape(-1, k),
-            top_k_weights.reshape(-1, k),
-            None,
-        )
-        return out.view(hidden_states.shape)
+        merged = _merged(base.experts, stored, lora)
+
+        def run(x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+            return base.runner(merged, x, index, weights, None)
+
+        return by_token(run, hidden_states, top_k_index, top_k_weights)
 
     return forward
 
