@@ -2,9 +2,9 @@
 """NUMA binding on machines with several nodes: `make test-numa-system`.
 
 Boots a Linux kernel in virtual machines (qemu-system-x86_64, emulated CPUs, no KVM needed) whose
-initramfs holds one program, tests/numa_check.cpp: it asks the kernel where threads run and where
-pages lie. Needs qemu-system-x86_64 (Debian: qemu-system-x86) and a kernel: --kernel, the newest of
-/boot, or one that `apt-get download` fetches into build/numa-vm.
+initramfs holds one program, tests/csrc/numa_check.cpp: it asks the kernel where threads run and
+where pages lie. Needs qemu-system-x86_64 (Debian: qemu-system-x86) and a kernel: --kernel, the
+newest of /boot, or one that `apt-get download` fetches into build/numa-vm.
 """
 
 from __future__ import annotations

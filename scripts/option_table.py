@@ -22,7 +22,7 @@ HEAD = """# Options
 
 What a `use_kt: true` run makes of every option of LLaMA-Factory {llamafactory}, of transformers'
 Trainer and of `peft.LoraConfig` ({peft}). Written by `scripts/option_table.py` from
-`tests/options.py`; `tests/test_options.py` runs it. An option that is in none of these tables fails
+`tests/options.py`; `test_options.py` runs it. An option that is in none of these tables fails
 a test until somebody has looked at it.
 
 - *supported*: as in stock. Where stages are given, runs of that stage with the option have the

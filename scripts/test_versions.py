@@ -30,12 +30,22 @@ PAGE = ROOT / "docs" / "versions.md"
 SHOWN = ("transformers", "peft", "accelerate", "trl", "datasets", "llamafactory")
 # What touches the libraries; kernels and machine are the same everywhere.
 TESTS = (
-    *("test_signatures.py", "test_load.py", "test_sft_lora.py", "test_sft_save.py"),
+    *(
+        "test_signatures.py",
+        "test_load.py",
+        "test_lora.py",
+        "test_adapter_io.py",
+    ),
     *("test_adapter.py", "test_serve_model.py"),
 )
 WITH_LLAMAFACTORY = (
-    *("test_activation.py", "test_stages.py", "test_lf_refusals.py", "test_lf_runs.py"),
-    "test_lf_seam.py",
+    *(
+        "test_activation.py",
+        "test_stages.py",
+        "test_refusals.py",
+        "test_runs.py",
+    ),
+    "test_seam.py",
 )
 
 
@@ -138,7 +148,7 @@ class Outcome:
 
 def run(environment: Environment, python: Path, log: Path) -> Outcome:
     chosen = (*TESTS, *(WITH_LLAMAFACTORY if environment.llamafactory else ()))
-    tests = [str(ROOT / "tests" / name) for name in chosen]
+    tests = [str(next((ROOT / "tests").rglob(name))) for name in chosen]
     command = [str(python), "-m", "pytest", "-q", "-m", "not slow", "-p", "no:cacheprovider"]
     command += [] if environment.llamafactory else ["-k", "not llamafactory"]
     variables = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
@@ -148,7 +158,9 @@ def run(environment: Environment, python: Path, log: Path) -> Outcome:
     found = re.findall(r"(\d+) (passed|failed|skipped|error)s?\b", text.splitlines()[-1])
     if not found:
         sys.exit(f"test_versions: {environment.name}: pytest did not finish; see {log}")
-    failures = re.findall(r"^(?:FAILED|ERROR) (?:tests/)?(\S+)(?: - (.*))?$", text, re.MULTILINE)
+    failures = re.findall(
+        r"^(?:FAILED|ERROR) (?:tests/(?:\w+/)*)?(\S+)(?: - (.*))?$", text, re.MULTILINE
+    )
     skipped = re.findall(r"^SKIPPED \[\d+\] [^:]*:\d+: (.*)$", text, re.MULTILINE)
     return Outcome(
         versions(environment, python),

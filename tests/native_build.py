@@ -59,5 +59,5 @@ def generic_objects() -> dict[str, Path]:
 
 
 def tier_check() -> Path:
-    """The program of tests/tier_check.cpp."""
+    """The program of tests/csrc/tier_check.cpp."""
     return build("tier_check") / "tier_check"

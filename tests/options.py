@@ -1,6 +1,6 @@
 """The one list of options: what LLaMA-Factory, transformers' Trainer and peft.LoraConfig can be
 asked, and what a use_kt run makes of it. docs/options.md is written from it
-(scripts/option_table.py), tests/test_options.py holds it against stock and against the installed
+(scripts/option_table.py), test_options.py holds it against stock and against the installed
 argument classes: a field that is not in it is named by a failing test.
 
 A verdict is "supported" (stock's result, shown by `cases` or by the test named in `test`, or by
@@ -219,7 +219,11 @@ _MODEL = [
     *_many(MODEL, "export_device", NO_EFFECT, "export reads and writes files, no device"),
     *(
         Option(
-            MODEL, name, REFUSED, "by export", test="test_export.py::test_exports_that_are_refused"
+            MODEL,
+            name,
+            REFUSED,
+            "by export",
+            test="test_export.py::test_exports_that_are_refused",
         )
         for name in ("export_size", "export_legacy_format", "export_hub_model_id")
     ),
@@ -274,7 +278,9 @@ _DATA = [
         "before the model: data",
     ),
     _elsewhere(
-        DATA, "eval_dataset", "test_stages.py::test_evaluation_during_training_and_compute_accuracy"
+        DATA,
+        "eval_dataset",
+        "test_stages.py::test_evaluation_during_training_and_compute_accuracy",
     ),
     _same(DATA, "cutoff_len", *_value("cutoff_len", 24)),
     _same(DATA, "train_on_prompt", *_value("train_on_prompt", True)),
@@ -580,7 +586,7 @@ _TRAINING = [
         "do_train do_eval do_predict learning_rate max_steps num_train_epochs use_cpu seed "
         "per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps",
         SUPPORTED,
-        "in the runs of this table, or of tests/test_stages.py",
+        "in the runs of this table, or of test_stages.py",
     ),
     _same(TRAINING, "data_seed", *_value("data_seed", 7, slow=True)),
     _same(TRAINING, "full_determinism", *_value("full_determinism", True, acts=False, slow=True)),
@@ -696,14 +702,14 @@ _TRAINING = [
         "save_strategy save_steps save_total_limit save_on_each_node save_only_model "
         "enable_jit_checkpoint resume_from_checkpoint restore_callback_states_from_checkpoint",
         SUPPORTED,
-        "saving and resuming: tests/test_resume.py",
+        "saving and resuming: test_interruption.py",
     ),
     *_many(
         TRAINING,
         "local_rank ddp_backend ddp_broadcast_buffers ddp_bucket_cap_mb "
         "ddp_find_unused_parameters ddp_timeout",
         SUPPORTED,
-        "several processes: tests/test_launch.py",
+        "several processes: test_launch.py",
     ),
     *_many(
         TRAINING,
@@ -748,7 +754,11 @@ _LORA = [
         _elsewhere(LORA, name, test, note)
         for name, test, note in (
             ("r", _LORA_TEST, ""),
-            ("target_modules", "test_targets.py", "and names of groups and expert projections"),
+            (
+                "target_modules",
+                "test_targets.py",
+                "and names of groups and expert projections",
+            ),
             ("exclude_modules", "test_peft_configs.py", ""),
             ("lora_alpha", _LORA_TEST, ""),
             ("lora_dropout", _LORA_TEST, ""),

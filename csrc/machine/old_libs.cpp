@@ -1,7 +1,7 @@
 // Lets an extension that a newer system compiled load on glibc 2.28 and the libstdc++ of gcc 8
 // (manylinux_2_28): inline code of newer C++ headers calls five symbols that those do not have.
-// Here they are, hidden in the extension, over what every libstdc++ has. tests/test_structure.py
-// and auditwheel say when a compiler brings a sixth.
+// Here they are, hidden in the extension, over what every libstdc++ has.
+// tests/project/test_structure.py and auditwheel say when a compiler brings a sixth.
 #include <new>
 
 #if defined(__x86_64__) && defined(__GLIBCXX__)
