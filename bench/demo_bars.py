@@ -22,6 +22,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import machine
+
 ROOT = Path(__file__).resolve().parent.parent
 WORK = ROOT / "demo" / "bars"
 RUNS: dict[str, dict[str, Any]] = {
@@ -236,6 +238,11 @@ def summary(results: dict[str, dict[str, Any]]) -> dict[str, Any]:
     return found
 
 
+def without_losses(result: dict[str, Any]) -> dict[str, Any]:
+    """A run without its loss of every step; `summary` has what they were compared for."""
+    return {key: value for key, value in result.items() if key != "losses"}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
@@ -249,13 +256,13 @@ def main() -> None:
     results = {}
     for name in options.runs.split(","):
         results[name] = run(name)
-        print(
-            name, json.dumps({k: v for k, v in results[name].items() if k != "losses"}), flush=True
-        )
+        print(name, json.dumps(without_losses(results[name])), flush=True)
     found = summary(results)
     print(json.dumps(found, indent=1))
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps({"summary": found, "runs": results}, indent=1) + "\n")
+    runs = {name: without_losses(result) for name, result in results.items()}
+    out = {"machine": machine.about(), "summary": found, "runs": runs}
+    options.out.write_text(json.dumps(out, indent=1) + "\n")
 
 
 if __name__ == "__main__":

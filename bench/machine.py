@@ -22,6 +22,7 @@ ROOFS = {  # kind of bench/roofs.cpp -> key in result files
     "int8": "int8_gops",
     "dram": "dram_gbps",
 }
+VENDORS = {"GenuineIntel": "intel", "AuthenticAMD": "amd"}
 
 
 class Roofs:
@@ -56,12 +57,24 @@ class Roofs:
                 self.best[key] = max(value, self.best.get(key, 0.0))
 
 
-def cpu_name() -> str:
-    """Model name of /proc/cpuinfo."""
+def _cpuinfo(key: str) -> str:
+    """The first value of a key of /proc/cpuinfo."""
     for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
+        if line.startswith(key):
             return line.split(":", 1)[1].strip()
-    return platform.processor()
+    raise SystemExit(f"/proc/cpuinfo has no {key}")
+
+
+def cpu_name() -> str:
+    return _cpuinfo("model name")
+
+
+def cpu_kind() -> str:
+    """Vendor and the tier that the kernels run on: results of one kind of CPU share a file."""
+    from kt_core import runtime  # here: processes that measure stock software import this file
+
+    vendor = _cpuinfo("vendor_id")
+    return f"{VENDORS.get(vendor, vendor.lower())}-{runtime.isa()}"
 
 
 def csrc_hash() -> str:
@@ -80,15 +93,19 @@ def commit() -> str:
     return rev.strip() + ("+" if dirty else "")
 
 
-def describe(threads: int, roofs: Roofs) -> dict[str, Any]:
-    """The "machine" object of a result file; "roofs" follows `roofs.best`."""
+def about() -> dict[str, Any]:
+    """CPU, load and commit: what every result file says of its run."""
     return {
         "cpu": cpu_name(),
+        "kind": cpu_kind(),
         "cpus": os.cpu_count(),
-        "threads": threads,
         "load": list(os.getloadavg()),
-        "roofs": roofs.best,
         "commit": commit(),
         "csrc": csrc_hash(),
         "kernel": platform.release(),
     }
+
+
+def describe(threads: int, roofs: Roofs) -> dict[str, Any]:
+    """The "machine" object of a timed run; "roofs" follows `roofs.best`."""
+    return about() | {"threads": threads, "roofs": roofs.best}

@@ -16,6 +16,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import machine
 import torch
 from demo_bars import Sampler, resident_bytes
 from impls import Ours, seeded_weights
@@ -97,7 +98,8 @@ def main() -> None:
         entries.append(json.loads(subprocess.check_output(command)))
         print(json.dumps(entries[-1]), flush=True)
     RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "memory.json").write_text(json.dumps(entries, indent=1) + "\n")
+    result = {"machine": machine.about(), "rows": entries}
+    (RESULTS / "memory.json").write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

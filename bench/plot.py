@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
+from result_files import Run
 
-def roofline(source: Path, target: Path) -> None:
-    """Every row of `source` (latest.json) as a point: arithmetic intensity against GFLOP/s."""
+
+def roofline(data: Run, target: Path) -> None:
+    """Every row of a run as a point: arithmetic intensity against GFLOP/s."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    data = json.loads(source.read_text())
     roofs, rows = data["machine"]["roofs"], data["rows"]
     figure, axes = plt.subplots(figsize=(9, 5.5))
     intensity = [2.0**e for e in range(-2, 12)]

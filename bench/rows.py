@@ -16,7 +16,6 @@ import argparse
 import json
 import mmap
 import multiprocessing
-import os
 import tempfile
 import time
 from pathlib import Path
@@ -154,12 +153,7 @@ def main() -> None:
         found[-1]["gain"] = times["own"] / times["switched"]
         found[-1]["gain_without_messages"] = times["own"] / times["gathered"]
     result = {
-        "machine": {
-            "cpu": machine.cpu_name(),
-            "commit": machine.commit(),
-            "csrc": machine.csrc_hash(),
-            "load": list(os.getloadavg()),
-        },
+        "machine": machine.about(),
         "shape": {"experts": args.experts, "format": args.format, "ranks": RANKS},
         "seconds": found,
     }

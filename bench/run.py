@@ -11,7 +11,6 @@ roofline.png. A row's roof is the smaller of compute and bandwidth time.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import sys
@@ -30,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import layer_reference
 import machine
 import plot
+import result_files
 from impls import Ours, TorchInt8, Transformers, seeded_weights
 from rivals import KtKernel, Spec, local_seconds
 from workloads import (
@@ -148,12 +148,10 @@ class Bench:
             "gflops": round(flops / best * 1e-9, 2),
             "gbps": round(bytes_read / best * 1e-9, 2),
             "roof_pct": round(100 * roof / best, 1),
-            "roofs": {key: round(value, 1) for key, value in self.roofs.now.items()},
-            "tokens_per_s": round(case["tokens"] / best, 1),
             "rss_mb": round(who.rss_mb, 1),
-            "rel_err": who.error,
-            "samples_ms": [round(s * 1e3, 4) for s in samples],
-            "load": os.getloadavg()[0],
+            "rel_err": float(f"{who.error:.4g}"),
+            "samples": len(samples),
+            "load": round(os.getloadavg()[0], 2),
         }
         self.rows.append(row)
         print(
@@ -181,7 +179,7 @@ class Bench:
             "routing": "zipf" if spec.zipf else "uniform",
             "rank": rank,
             # FLOPs that LoRA adds to what gflops and roof_pct count
-            "lora_pct": 100 * lora_flops(shape, 1, rank) / step_flops(shape, 1),
+            "lora_pct": round(100 * lora_flops(shape, 1, rank) / step_flops(shape, 1), 1),
         }
         flops = step_flops(shape, spec.tokens) if train else forward_flops(shape, spec.tokens)
         for who, mine in zip(field, samples, strict=True):
@@ -286,8 +284,9 @@ class Bench:
     def write(self, path: Path) -> None:
         self.machine["load_end"] = list(os.getloadavg())
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"machine": self.machine, "rows": self.rows}, indent=1) + "\n")
-        plot.roofline(path, path.with_name("roofline.png"))
+        run = {"machine": self.machine, "rows": self.rows}
+        result_files.write(path, {result_files.name_of(run): run})
+        plot.roofline(run, path.with_name("roofline.png"))
         print(f"wrote {path} and roofline.png")
 
 

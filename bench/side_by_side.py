@@ -13,10 +13,10 @@ the other:
   zero2, zero3 the same under DeepSpeed with the optimizer (and parameters) offloaded to the CPU,
                where DeepSpeed runs without a GPU
 Every micro-batch is one packed sequence of `--tokens` tokens of plain text. Seconds per step leave
-the first step out. Memory is RssAnon + RssShmem at its peak, minus its value after imports and
-minus the logits: 10 bytes each (bf16 logits, their fp32 copy and gradient), of ours 8 (fp32 logits
-and gradient). Writes bench/results/side_by_side.json, where other runs of the same kernels stay,
-and, with the losses over one another, side_by_side.png.
+the first and the last step out. Memory is RssAnon + RssShmem at its peak, minus its value after
+imports and minus the logits: 10 bytes each (bf16 logits, their fp32 copy and gradient), of ours 8
+(fp32 logits and gradient). Writes bench/results/side_by_side.json, where other runs of the same
+kernels stay, and, with the losses over one another, side_by_side.png.
 """
 
 from __future__ import annotations
@@ -176,14 +176,17 @@ def child(model: str, run: str, tokens: int, steps: int) -> None:
     tuner.run_exp(arguments)
     times.append(time.perf_counter())
     seconds = [b - a for a, b in itertools.pairwise(times)]
+    timed_steps = seconds[1:-1]  # the last one also saves
     out = Path(arguments["output_dir"])
     entries = map(json.loads, (out / "trainer_log.jsonl").read_text().splitlines())
     vocabulary = json.loads((model_path(model) / "config.json").read_text())["vocab_size"]
     logit = 8 if run in OURS else 10
     result = {
         "losses": [e["loss"] for e in entries if "loss" in e],
-        "step_seconds": seconds,
-        "tokens_per_s": tokens / statistics.median(seconds[1:-1]),  # the last one also saves
+        "median_step_s": statistics.median(timed_steps),
+        "best_step_s": min(timed_steps),
+        "steps_timed": len(timed_steps),
+        "tokens_per_s": tokens / statistics.median(timed_steps),
         "memory_mb": (sampler.peak - sampler.start_bytes - logit * tokens * vocabulary) / 1e6,
         "peak_mb": sampler.peak / 1e6,
         "load": os.getloadavg()[0],
@@ -274,8 +277,7 @@ def main() -> None:
     if options.child:
         model, run, tokens, steps = options.child
         return child(model, run, int(tokens), int(steps))
-    roofs = machine.Roofs(os.cpu_count() or 1)
-    about = machine.describe(os.cpu_count() or 1, roofs)
+    about = machine.about()
     rows = []
     for model in options.models.split(","):
         for tokens in map(int, options.tokens.split(",")):
@@ -283,7 +285,7 @@ def main() -> None:
                 row = {"model": model, "tokens": tokens, "run": run}
                 row |= start(model, run, tokens, options.steps)
                 rows.append(row)
-                print(json.dumps({k: v for k, v in row.items() if k != "step_seconds"}), flush=True)
+                print(json.dumps(row), flush=True)
 
     def case(row: dict[str, Any]) -> tuple[Any, ...]:
         return row["model"], row["tokens"], row["run"]

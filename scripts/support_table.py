@@ -1,9 +1,9 @@
-"""README's table of tiers, written from the registry of compiled kernels and checked against it.
+"""The table of tiers in docs/kernels.md, written from the registry of compiled kernels.
 
     python scripts/support_table.py [--check]
 
-Rewrites the block between the markers in README.md; --check writes nothing and fails when the two
-differ.
+Rewrites the block between the markers in docs/kernels.md; --check writes nothing and fails when the
+two differ.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from kt_core import kernels
 
-README = Path(__file__).resolve().parent.parent / "README.md"
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "kernels.md"
 BEGIN, END = "<!-- tiers:begin -->", "<!-- tiers:end -->"
 # What the registry cannot know; a tier without an entry has an empty cell.
 FIRST_CPUS = {
@@ -52,7 +52,7 @@ def block() -> str:
 def replaced(text: str, content: str) -> str:
     """`text` with `content` between the markers."""
     if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(END) < text.index(BEGIN):
-        raise SystemExit(f"README.md needs {BEGIN} and then {END}, each once.")
+        raise SystemExit(f"docs/kernels.md needs {BEGIN} and then {END}, each once.")
     return f"{text.split(BEGIN)[0]}{BEGIN}\n{content}\n{END}{text.split(END)[1]}"
 
 
@@ -60,12 +60,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--check", action="store_true")
     check = parser.parse_args(arguments).check
-    old = README.read_text()
+    old = PAGE.read_text()
     new = replaced(old, block())
     if check and new != old:
-        raise SystemExit("README.md differs from the kernels: run scripts/support_table.py.")
+        raise SystemExit("docs/kernels.md differs from the kernels: run scripts/support_table.py.")
     if new != old:
-        README.write_text(new)
+        PAGE.write_text(new)
 
 
 if __name__ == "__main__":

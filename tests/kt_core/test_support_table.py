@@ -1,4 +1,4 @@
-"""README's table of tiers is what the registry says, and the markers guard it."""
+"""The table of tiers in docs/kernels.md is what the registry says, and the markers guard it."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def table(monkeypatch: pytest.MonkeyPatch) -> Any:
     return module
 
 
-def test_readme_shows_the_compiled_kernels(table: Any) -> None:
-    text = (ROOT / "README.md").read_text()
+def test_the_page_shows_the_compiled_kernels(table: Any) -> None:
+    text = (ROOT / "docs" / "kernels.md").read_text()
     assert text == table.replaced(text, table.block()), "run scripts/support_table.py"
 
 
@@ -39,18 +39,18 @@ def test_every_kernel_has_a_cell(table: Any) -> None:
 def test_check_fails_when_the_table_was_edited(
     table: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    readme = tmp_path / "README.md"
-    monkeypatch.setattr(table, "README", readme)
-    readme.write_text(f"# Top\n\n{table.BEGIN}\n{table.END}\n\nEnd.\n")
+    page = tmp_path / "kernels.md"
+    monkeypatch.setattr(table, "PAGE", page)
+    page.write_text(f"# Top\n\n{table.BEGIN}\n{table.END}\n\nEnd.\n")
     with pytest.raises(SystemExit, match="differs"):
         table.main(["--check"])
     table.main([])
     table.main(["--check"])
-    text = readme.read_text()
+    text = page.read_text()
     assert text.startswith("# Top\n\n") and text.endswith("\n\nEnd.\n")
-    readme.write_text(text.replace("backward", "forward", 1))
+    page.write_text(text.replace("backward", "forward", 1))
     with pytest.raises(SystemExit, match="differs"):
         table.main(["--check"])
-    readme.write_text("no markers")
+    page.write_text("no markers")
     with pytest.raises(SystemExit, match="each once"):
         table.main([])

@@ -44,10 +44,19 @@ def parse(out: Path, extra: dict, *recipes: Path) -> subprocess.CompletedProcess
     )
 
 
+def readme_recipe(folder: Path) -> Path:
+    """The YAML in the README, as a file."""
+    (text,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    path = folder / "readme.yaml"
+    path.write_text(text)
+    return path
+
+
 def test_llamafactory_accepts_the_recipes(tmp_path: Path) -> None:
-    done = parse(tmp_path / "out", {}, *RECIPES)
+    recipes = [*RECIPES, readme_recipe(tmp_path)]
+    done = parse(tmp_path / "out", {}, *recipes)
     assert done.returncode == 0, done.stderr[-2000:]
-    stages = [yaml.safe_load(recipe.read_text())["stage"] for recipe in RECIPES]
+    stages = [yaml.safe_load(recipe.read_text())["stage"] for recipe in recipes]
     printed = [line for line in done.stdout.splitlines() if line.startswith("parsed")]
     assert printed == [f"parsed True {stage} ['all']" for stage in stages]
 
@@ -93,10 +102,11 @@ def tiny(tmp_path_factory) -> Path:
     )
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
-def test_the_recipe_runs(recipe: Path, tiny: Path, tmp_path: Path, monkeypatch) -> None:
-    """Two steps of the recipe as it is, with a tiny model and short records."""
+@pytest.mark.parametrize("recipe", [*RECIPES, None], ids=lambda path: path and path.stem)
+def test_the_recipe_runs(recipe: Path | None, tiny: Path, tmp_path: Path, monkeypatch) -> None:
+    """Two steps of the recipe as it is (None: the README's), with a tiny model, short records."""
     monkeypatch.chdir(ROOT)
+    recipe = recipe or readme_recipe(tmp_path)
     settings = yaml.safe_load(recipe.read_text())
     small = {
         "model_name_or_path": str(tiny),
@@ -109,6 +119,7 @@ def test_the_recipe_runs(recipe: Path, tiny: Path, tmp_path: Path, monkeypatch) 
         "preprocessing_num_workers": None,
         "per_device_train_batch_size": 2,
         "gradient_accumulation_steps": 1,
+        "logging_steps": 1,
     }
     lf_cases.run({k: v for k, v in (settings | small).items() if v is not None})
     assert len(lf_cases.losses(tmp_path / "out")) == 2
@@ -132,6 +143,14 @@ def test_held_out_questions_are_not_trained() -> None:
     assert len(held.paraphrases) >= 10
     assert len(held.general) >= 5
     assert not {key(question) for question in questions} & trained
+
+
+def test_the_command_without_a_gpu_is_the_same_everywhere() -> None:
+    command = "llamafactory-cli train examples/{}.yaml use_cpu=true"
+    assert f"| no GPU | `{command.format('kt_lora')}` |" in (ROOT / "README.md").read_text()
+    for recipe in RECIPES:
+        if recipe.stem.startswith("kt_"):  # the demo's YAML says use_cpu itself
+            assert command.format(recipe.stem) in recipe.read_text()
 
 
 def test_every_file_that_readme_and_makefile_name_exists() -> None:
