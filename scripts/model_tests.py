@@ -28,6 +28,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "build" / "model-tests"
 PAGE = ROOT / "docs" / "model_tests.md"
+INTRO = """\
+# transformers' own model tests
+
+Written by `make test-transformers`. These are the model tests of transformers {version},
+as they are, and with our experts in the place of the family's
+(`scripts/model_tests_plugin.py`), on the CPU. Tests that transformers itself skips are not
+counted: they are slow, or need a GPU, a download or another package.
+"""
 FAMILIES = ("qwen3_moe", "mixtral", "olmoe")
 # Name of a test (a pattern) -> why it must fail with our experts.
 EXPECTED = {
@@ -114,27 +122,24 @@ def run(family: str, checkout: Path, which: str) -> Outcome:
 def page(results: dict[str, tuple[Outcome, Outcome]], version: str) -> str:
     """docs/model_tests.md."""
     lines = [
-        "# transformers' own model tests",
-        "",
-        f"Written by `make test-transformers`: the model tests of transformers {version}, as they "
-        "are and with our experts in the place of the family's (`scripts/model_tests_plugin.py`), "
-        "on the CPU. The others are skipped by transformers itself: they are slow, or want a GPU, "
-        "a download or another package.",
-        "",
+        INTRO.format(version=version),
         "| family | tests | pass as they are | pass with our experts | calls of our experts |",
         "| --- | --- | --- | --- | --- |",
     ]
-    reasons: dict[str, list[str]] = {}
+    reasons: dict[str, dict[str, list[str]]] = {}  # why -> test -> families
     for family, (stock, ours) in results.items():
         ran = [how for how in stock.ended.values() if how != "skipped"]
         counts = (len(ran), len(stock.passed()), len(ours.passed()), f"{ours.calls:,}")
         lines.append(f"| {family} | {' | '.join(map(str, counts))} |")
         for name in sorted(stock.passed() - ours.passed()):
             why = expected(name) or "not expected"
-            reasons.setdefault(why, []).append(f"{family} `{name.partition('::')[2]}`")
+            tests = reasons.setdefault(why, {})
+            tests.setdefault(name.partition("::")[2], []).append(family)
     if reasons:
         lines += ["", "What fails with our experts alone:", ""]
-    lines += [f"- {why}: {', '.join(tests)}" for why, tests in reasons.items()]
+    for why, tests in reasons.items():
+        lines += [f"- {why}:"]
+        lines += [f"  - `{name}` ({', '.join(where)})" for name, where in tests.items()]
     return "\n".join(lines) + "\n"
 
 

@@ -27,6 +27,15 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "build" / "versions"
 PAGE = ROOT / "docs" / "versions.md"
+INTRO = """\
+# Versions
+
+Written by `make test-versions`. All tests pass with the versions of
+[constraints.txt](../constraints.txt). Here those that touch other libraries were run with
+other versions. `newest` has no LLaMA-Factory that runs with it, so its tests are left out.
+
+The tests are:
+"""
 SHOWN = ("transformers", "peft", "accelerate", "trl", "datasets", "llamafactory")
 # What touches the libraries; kernels and machine are the same everywhere.
 TESTS = (
@@ -180,12 +189,8 @@ def page() -> str:
     """docs/versions.md, from the last outcome of every environment."""
     head = ["environment", *SHOWN, "passed", "skipped", "failed"]
     lines = [
-        "# Versions",
-        "",
-        "Written by `make test-versions`: the tests that touch other libraries "
-        f"({', '.join(f'`{name}`' for name in (*TESTS, *WITH_LLAMAFACTORY))}), run with other "
-        "versions than those of [constraints.txt](../constraints.txt), with which all tests pass. "
-        "`newest` has no LLaMA-Factory that runs with it, so its tests are left out there.",
+        INTRO,
+        *(f"- `{name}`" for name in (*TESTS, *WITH_LLAMAFACTORY)),
         "",
         "| " + " | ".join(head) + " |",
         "| " + " | ".join("---" for _ in head) + " |",

@@ -208,12 +208,13 @@ def stored(path: Path) -> dict[str, tuple[int, ...]]:
 
 _HEAD = """# Families
 
-Written by `scripts/round_trip_table.py`; do not edit. Every class of transformers {transformers}
-whose configuration speaks of experts, found by looking, as a tiny random model: trained for three
-steps with every group that it has, saved, served and merged here, merged weights read by stock
-transformers, logits the same each time (1e-5). The last columns say which
-`kt_config.export_layout` stock peft {peft} applies in full on the stock model, and which one `auto`
-takes.
+Written by `scripts/round_trip_table.py`; do not edit. The rows are all classes of transformers
+{transformers} whose configuration speaks of experts. Each was tried as a tiny random model. It was
+trained for three steps with LoRA on every group that it has, saved, served and merged here; stock
+transformers read the merged weights; the logits were the same each time (to 1e-5).
+
+The last three columns say which `kt_config.export_layout` stock peft {peft} applies in full on the
+stock model, and which one `auto` takes.
 
 | family | class | here | groups with LoRA | `per_expert` | `fused` | `auto` |
 | --- | --- | --- | --- | --- | --- | --- |

@@ -89,7 +89,7 @@ def test_what_fails_with_our_experts_must_be_expected(script, checkout, monkeypa
     script.main(arguments)
     page = script.PAGE.read_text()
     assert "| qwen3_moe | 2 | 2 | 1 |" in page
-    assert "- it counts calls: qwen3_moe `test_calls`" in page
+    assert "- it counts calls:\n  - `test_calls` (qwen3_moe)\n" in page
 
 
 def test_a_run_without_our_experts_is_no_success(script):
