@@ -77,11 +77,13 @@ Written by `bench/table.py`; do not edit. One expert layer, all files of `bench/
 `bench/run.py` wrote, one section per kind of CPU (vendor and tier). What bounds the cases is in
 [performance.md](performance.md).
 
-- *activations*: what rows are multiplied as. Without a choice of yours inference and training take
-  bf16, training with int8 and int4 experts int16 where the CPU has VNNI and the run has such a row.
+- *activations*: what rows are multiplied as. Inference takes bf16 unless an argument of the kernels
+  selects int8. Training takes int16 with int8 and int4 experts where the CPU multiplies such rows
+  faster, otherwise bf16; runs of older kernels have no rows with int16.
 - *best*, *median*: of all calls of one run in which the contestants take turns.
 - *of the roof*: the time that the machine's measured arithmetic and memory speed allow, divided by
-  *best*. Some rows of shape S exceed it because their weights stay in the cache.
+  *best*. It takes all weights to come from DRAM. Shape S can exceed 100 %, as its layer (100 MB in
+  bf16) may stay in a cache.
 - *best rival*: the fastest that keeps at least as many bits per weight, whatever its activations.
   *speedup*: its best time divided by ours; below 1x it beats us.
 - Experts have the format's default group unless a group is given.
