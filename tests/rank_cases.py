@@ -152,7 +152,7 @@ def memory(patch, path, without, **config):
 
 def load_on_two_nodes(patch, path, packed_dir):
     """Loads with this machine's node counting twice, each rank with a thread on both."""
-    patch.setattr(host, "share_of_cpus", lambda me, ranks: 2)
+    patch.setattr(host, "share_of_cpus", lambda me, ranks: runtime.allowed_cpus())
     _kt.testing.pretend_nodes(2)
     try:
         answer = load(patch, path, packed_dir=packed_dir, numa_nodes=2)
