@@ -44,7 +44,7 @@ LABELS = {
     "W1": "decode, {tokens:,} token{s}",
     "W2": "prefill, {tokens:,} tokens",
     "W3": "forward and backward, {tokens:,} tokens",
-    "W4": "the same with LoRA r={rank}, {tokens:,} tokens",
+    "W4": "forward and backward, LoRA r={rank}, {tokens:,} tokens",
 }
 SHORT = {
     "W1": "decode, 1 token",
