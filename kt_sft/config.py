@@ -134,38 +134,27 @@ def mapping_of(values: Mapping[str, Any] | str | None) -> Mapping[str, Any]:
     return values
 
 
-def resolve(
-    values: Mapping[str, Any] | str | None,
-    cpu_activation: str | None = None,
-    layer_major: bool | None = None,
-) -> KTConfig:
-    """Settings from the YAML key `kt_config` and from those that stand beside it under another name
-    (`kt_cpu_activation`, `kt_layer_major`); two different values of one setting raise.
+def resolve(values: Mapping[str, Any] | str | None, cpu_activation: str | None = None) -> KTConfig:
+    """Settings from the YAML key `kt_config` and from `kt_cpu_activation`, LLaMA-Factory's own name
+    of `activation`; two different values of it raise.
     """
     config = KTConfig.from_mapping(values)
-    given = mapping_of(values)
-    if cpu_activation is not None:
-        _one_of("kt_cpu_activation", cpu_activation, ACTIVATIONS)
-        _agree(given, "activation", "kt_cpu_activation", cpu_activation)
-        config = dataclasses.replace(config, activation=cpu_activation)
-    if layer_major is not None:
-        _agree(given, "layer_major", "kt_layer_major", layer_major)
-        config = dataclasses.replace(config, layer_major=layer_major)
-    return config
+    if cpu_activation is None:
+        return config
+    _one_of("kt_cpu_activation", cpu_activation, ACTIVATIONS)
+    given = mapping_of(values).get("activation")
+    if given not in (None, cpu_activation):
+        raise ValueError(
+            f"kt_cpu_activation={cpu_activation} and kt_config.activation={given} contradict each "
+            "other; keep one of them"
+        )
+    return dataclasses.replace(config, activation=cpu_activation)
 
 
 def settings_of(model: nn.Module) -> KTConfig:
     """The settings with which `model` was loaded for training; the defaults for any other."""
     found = (m.settings for m in model.modules() if isinstance(m, KTExpertsLinear))
     return next((s for s in found if isinstance(s, KTConfig)), KTConfig())
-
-
-def _agree(given: Mapping[str, Any], key: str, name: str, value: object) -> None:
-    if given.get(key) not in (None, value):
-        raise ValueError(
-            f"{name}={value} and kt_config.{key}={given[key]} contradict each other; keep one of "
-            "them"
-        )
 
 
 def _one_of(key: str, value: object, allowed: tuple[Any, ...]) -> None:

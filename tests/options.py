@@ -250,7 +250,7 @@ _MODEL = [
     ),
     *_many(
         MODEL,
-        "use_kt kt_config kt_cpu_activation kt_layer_major",
+        "use_kt kt_config kt_cpu_activation",
         SUPPORTED,
         "see [settings.md](settings.md)",
     ),

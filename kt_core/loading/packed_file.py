@@ -11,8 +11,7 @@ process of a host.
 The layers are independent of the machine's instruction set, so a file may be copied between
 machines. It is written under a temporary name and renamed when complete, so a file that exists is
 whole; it is nevertheless checked (size, and CRC-32 of every layer, which also brings the pages into
-memory) each time it is opened. `VERSION` changes whenever the packed layout does; version 1 knew no
-slices and is read as having one.
+memory) each time it is opened. `VERSION` changes whenever the packed layout does.
 """
 
 from __future__ import annotations
@@ -32,7 +31,6 @@ from typing import Any, BinaryIO
 
 MAGIC = b"KTPACKED"
 VERSION = 2
-_ONE_SLICE = 1  # the version that knew no slices
 # A page, so that every layer can be mapped alone; also a multiple of the 64-byte lines the kernels
 # read.
 ALIGN = 4096
@@ -196,15 +194,12 @@ def _read_header(path: Path, stream: BinaryIO) -> tuple[dict[str, Any], int]:
     if len(fixed) < _FIXED.size or fixed[:8] != MAGIC:
         raise _refuse(path, "is not a packed expert file")
     _, version, length, crc = _FIXED.unpack(fixed)
-    if version not in (VERSION, _ONE_SLICE):
+    if version != VERSION:
         raise _refuse(path, f"has version {version}, this program reads version {VERSION}")
     text = stream.read(length)
     if len(text) != length or zlib.crc32(text) != crc:
         raise _refuse(path, "has a damaged header (checksum differs)")
-    header = json.loads(text)
-    if version == _ONE_SLICE:
-        header["slices"] = 1
-    return header, _FIXED.size + length
+    return json.loads(text), _FIXED.size + length
 
 
 def _compare(path: Path, header: Mapping[str, object], identity: Identity) -> None:

@@ -14,7 +14,7 @@ from kt_sft import config as settings
 from kt_sft.config import KTConfig
 from kt_sft.llamafactory import stages
 
-KEYS = ("kt_config", "kt_cpu_activation", "kt_layer_major")
+KEYS = ("kt_config", "kt_cpu_activation")
 """Options of ours in ModelArguments."""
 
 
@@ -22,9 +22,7 @@ def kt_config_of(model_args: Any) -> KTConfig:
     """The settings of a run; ModelArguments carries them, so a reference model that is copied from
     it has them too.
     """
-    return settings.resolve(
-        model_args.kt_config, model_args.kt_cpu_activation, model_args.kt_layer_major
-    )
+    return settings.resolve(model_args.kt_config, model_args.kt_cpu_activation)
 
 
 def with_our_keys(base: Any) -> Any:
@@ -50,13 +48,12 @@ def with_our_keys(base: Any) -> Any:
     keys = ", ".join(field.name for field in dataclasses.fields(KTConfig))
     help_of = {
         "kt_config": f"Settings of experts in CPU memory: {keys}.",
+        # a key of 0.9.6's own ModelArguments, so YAML files of stock LLaMA-Factory may have it
         "kt_cpu_activation": "Another name of kt_config.activation: retain or recompute.",
-        "kt_layer_major": "Another name of kt_config.layer_major: true or false.",
     }
     types = {
         "kt_config": dict | str | None,
         "kt_cpu_activation": str | None,
-        "kt_layer_major": bool | None,
     }
     new = [
         (name, types[name], dataclasses.field(default=None, metadata={"help": text}))

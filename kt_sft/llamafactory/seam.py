@@ -3,7 +3,7 @@
 Four modules are adapted the moment they have been imported (see bootstrap.py); no file is copied or
 edited:
 
-- hparams.model_args: ModelArguments gains the keys kt_config, kt_cpu_activation, kt_layer_major.
+- hparams.model_args: ModelArguments gains the keys kt_config and kt_cpu_activation.
 - hparams.parser: use_kt runs are checked before anything is loaded; the check for KTransformers'
   forks is skipped.
 - model.loader: load_model keeps the experts of a use_kt model in CPU memory.

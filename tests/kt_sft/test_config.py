@@ -81,10 +81,3 @@ def test_the_alias_of_activation():
         resolve({"activation": "retain"}, "recompute")
     with pytest.raises(ValueError, match="kt_cpu_activation='x' is not known"):
         resolve(None, "x")
-
-
-def test_the_alias_of_layer_major():
-    assert resolve(None, None, True).layer_major is True
-    assert resolve({"layer_major": True}, None, True).layer_major is True
-    with pytest.raises(ValueError, match="kt_layer_major=False and kt_config.layer_major=True"):
-        resolve({"layer_major": True}, None, False)

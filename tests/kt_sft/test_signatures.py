@@ -112,7 +112,6 @@ def test_runs_of_llamafactory_by_position_and_by_keyword(by_keyword):
     args = {n: mock.MagicMock(name=n) for n in ("data_args", "training_args", "finetuning_args")}
     args["data_args"].cutoff_len = 8
     model_args = SimpleNamespace(use_kt=True, kt_config=None, kt_cpu_activation=None)
-    model_args.kt_layer_major = None
     run = seam._with_callback(stages.without_asking(_run))
     if by_keyword:
         callbacks, later = run(model_args, **args, callbacks=["theirs"], later=1)

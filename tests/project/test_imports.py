@@ -67,7 +67,9 @@ def floors() -> dict[str, int]:
 
 def floor_of(module: str, drawn: Mapping[str, int]) -> int:
     """A module's own floor, or that of the folder it lies in."""
-    return drawn[module if module in drawn else ".".join(module.split(".")[:2])]
+    name = module if module in drawn else ".".join(module.split(".")[:2])
+    assert name in drawn, f"DESIGN.md draws no floor for {name}"
+    return drawn[name]
 
 
 def upwards(edges: Mapping[str, set[str]], drawn: Mapping[str, int]) -> Iterator[str]:

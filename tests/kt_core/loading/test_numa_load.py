@@ -6,8 +6,6 @@ This machine's one node counts twice here (`two_nodes`), as in tests/csrc/test_s
 from __future__ import annotations
 
 import logging
-import struct
-import zlib
 from pathlib import Path
 
 import models
@@ -106,24 +104,6 @@ def test_a_packed_file_of_one_slice_on_two_nodes(path, two_nodes, tmp_path, capl
     assert f"experts use 1 of 2 NUMA nodes: packed expert file {file} is cut into 1" in caplog.text
     assert slices(model) == {1} and runtime.numa_nodes() == 1
     assert torch.equal(logits(model), one)
-
-
-def test_files_of_the_version_without_slices_are_read(path, tmp_path):
-    want = logits(load(path, packed_dir=tmp_path))
-    file = tmp_path / "model-bf16-g0.kt"
-    blob = bytearray(file.read_bytes())
-    length = struct.unpack_from("<I", blob, 12)[0]
-    text = bytes(blob[20 : 20 + length])
-    old = text.replace(b', "slices": 1', b"             ")
-    assert old != text and len(old) == len(text)
-    blob[20 : 20 + length] = old
-    struct.pack_into("<I", blob, 8, 1)
-    struct.pack_into("<I", blob, 16, zlib.crc32(old))
-    file.write_bytes(blob)
-    stamp = file.stat().st_mtime_ns
-    assert packed_file.slices_in(file) == 1
-    assert torch.equal(logits(load(path, packed_dir=tmp_path)), want)
-    assert file.stat().st_mtime_ns == stamp
 
 
 def test_more_nodes_than_slices_are_refused(path, caplog):

@@ -128,7 +128,6 @@ def test_runs_that_another_library_trains_are_refused(name, monkeypatch):
     module = ModuleType("parser")
     vars(module).update({k: v for k, v in vars(parser).items() if k[:2] != "__"})
     model_args = SimpleNamespace(use_kt=True, kt_config=None, kt_cpu_activation=None)
-    model_args.kt_layer_major = None
     setattr(module, name, lambda args=None: (model_args, "rest"))
     seam.adapt_parser(module)
     parse = vars(module)[name]

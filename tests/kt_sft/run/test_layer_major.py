@@ -23,6 +23,7 @@ from kt_core.loading import memory
 from kt_sft.run import layer_major
 
 ACCUMULATION, STEPS, LAYERS = 4, 5, 2
+TOGETHER = {"format": "bf16", "layer_major": True}
 
 
 @pytest.fixture(scope="module")
@@ -179,11 +180,11 @@ def test_preference_pairs(stage, root, monkeypatch):
     assert major == pytest.approx(loop, rel=1e-5)
 
 
-def test_the_other_name(root, capsys):
-    """Memory is planned for 2 micro-batches of 2 rows at once, for two or four at a time."""
+def test_memory_is_predicted_for_all_micro_batches(root, capsys):
+    """For 2 micro-batches of 2 rows at once, for two or four at a time."""
     at_once = []
-    for together in (False, True):
-        lf_cases.run(lf_cases.arguments(root, "alias", kt_layer_major=together, max_steps=1))
+    for kt_config in (TOGETHER | {"layer_major": False}, TOGETHER):
+        lf_cases.run(lf_cases.arguments(root, "memory", kt_config=kt_config, max_steps=1))
         printed = capsys.readouterr().out
         at_once.append(int(re.search(r"at most (\d+) tokens at once", printed)[1]))
     assert at_once[1] == 2 * at_once[0]
@@ -192,10 +193,10 @@ def test_the_other_name(root, capsys):
 def test_resuming_continues_where_it_stopped(root):
     """Four steps against two and two more; dropout on."""
     changes = {"lora_dropout": 0.1, "save_steps": 2, "save_strategy": "steps"}
-    whole = lf_cases.arguments(root, "whole", kt_layer_major=True, **changes)
+    whole = lf_cases.arguments(root, "whole", kt_config=TOGETHER, **changes)
     lf_cases.run(whole)
     changes["resume_from_checkpoint"] = str(Path(whole["output_dir"]) / "checkpoint-2")
-    rest = lf_cases.arguments(root, "rest", kt_layer_major=True, **changes)
+    rest = lf_cases.arguments(root, "rest", kt_config=TOGETHER, **changes)
     lf_cases.run(rest)
     losses = lf_cases.losses(whole["output_dir"])
     assert len(losses) == 4 and lf_cases.losses(rest["output_dir"])[2:] == losses[2:]
@@ -234,7 +235,7 @@ REFUSED = {
 def test_refused_by_name(name, root):
     changes, message = REFUSED[name]
     with pytest.raises(ValueError, match=f"layer_major=true .*{message}"):
-        lf_cases.run(lf_cases.arguments(root, "refused", kt_layer_major=True, **changes))
+        lf_cases.run(lf_cases.arguments(root, "refused", kt_config=TOGETHER, **changes))
 
 
 @pytest.mark.parametrize("stage", ["pt", "sft", "dpo"])
@@ -255,13 +256,13 @@ def test_the_router_loss_of_a_config(stage, root):
         max_steps=1,
     )
     if stage == "dpo":
-        lf_cases.run(args | {"kt_layer_major": True})
+        lf_cases.run(args | {"kt_config": TOGETHER})
         together = lf_cases.losses(args["output_dir"])
         lf_cases.run(args)
         assert together == pytest.approx(lf_cases.losses(args["output_dir"]), rel=1e-3)
         return
     with pytest.raises(ValueError, match="layer_major=true would change .* a router loss"):
-        lf_cases.run(args | {"kt_layer_major": True})
+        lf_cases.run(args | {"kt_config": TOGETHER})
     assert not list((root / f"router-{stage}").glob("adapter_model*"))
 
 
