@@ -19,10 +19,10 @@ from torch import distributed
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from kt_core import atomic
 from kt_core.module import KTExpertsLinear
 from kt_sft import plugin
 from kt_sft.report.stats import check_gradients, count_trainable
-from kt_sft.run import interruption
 
 # What `accelerate launch --config_file accelerate_configs/fsdp2.yaml` puts into the environment.
 FSDP2 = {
@@ -67,8 +67,8 @@ def train(patch, args, engine="kernels", fsdp=None, zero=None, act=None, common_
         _watch_sharding(patch, dtypes)
     if common_disk:
         patch.setattr(transformers.TrainingArguments, "local_process_index", 0)
-        sync = interruption._sync
-        patch.setattr(interruption, "_sync", lambda folder: (time.sleep(rank), sync(folder)))
+        sync = atomic.sync
+        patch.setattr(atomic, "sync", lambda path: (time.sleep(rank), sync(path)))
     if zero is not None:
         _use_deepspeed(patch, zero)
     callbacks = [Act(*act[1:])] if act is not None and act[0] == rank else []

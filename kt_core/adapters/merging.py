@@ -19,6 +19,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from kt_core import atomic
 from kt_core.adapters import merged_files
 from kt_core.adapters.extra import Rows
 from kt_core.adapters.factors import Factors
@@ -117,7 +118,7 @@ def merge(
             _merge_shard(file, temporary / file.name, edits, dtype)
         if (source / merged_files.INDEX).is_file() and len(files) > 1:
             merged_files.write_index(source, temporary)
-        os.rename(temporary, out)
+        atomic.put_in_place(temporary, out)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 

@@ -29,6 +29,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from kt_core import atomic
+
 MAGIC = b"KTPACKED"
 VERSION = 2
 # A page, so that every layer can be mapped alone; also a multiple of the 64-byte lines the kernels
@@ -123,11 +125,8 @@ class PackedWriter:
                     stream.truncate(self._size)
                     stream.seek(0)
                     stream.write(_header(self._identity, self._crcs))
-                    stream.flush()
-                    os.fsync(stream.fileno())
             if kind is None:
-                os.rename(self._temporary, self._path)
-                _sync_directory(self._path.parent)
+                atomic.put_in_place(self._temporary, self._path)
         finally:
             self._temporary.unlink(missing_ok=True)
 
@@ -249,11 +248,3 @@ def _crc(view: memoryview, progress: Callable[[int], None]) -> int:
         crc = zlib.crc32(piece, crc)
         progress(piece.nbytes)
     return crc
-
-
-def _sync_directory(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -32,6 +32,7 @@ from peft.utils.save_and_load import (
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from kt_core import atomic
 from kt_core.adapters.factors import Factors
 from kt_core.adapters.fit import fit, names_of, site_of, translated
 from kt_core.adapters.peft_config import (
@@ -240,11 +241,11 @@ def _save_one(model: PeftModel, name: str, tensors: Mapping[str, Tensor], target
         )
         _verify(temporary, data, model_type, layout)
         for file in (WEIGHTS_FILE, CONFIG_FILE):
-            _sync(temporary / file)
+            atomic.sync(temporary / file)
         # New weights beside an old config would load and be wrong; without a config nothing loads.
         (target / CONFIG_FILE).unlink(missing_ok=True)
         for file in (WEIGHTS_FILE, CONFIG_FILE):
-            os.replace(temporary / file, target / file)
+            atomic.rename(temporary / file, target / file)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     log.info(
@@ -320,6 +321,10 @@ def other_paths(base: nn.Module) -> list[str]:
     return sorted(names - {""} - set(linear_paths(base)))
 
 
+class NotWrittenError(RuntimeError):
+    """What was read back is not what was written."""
+
+
 def _verify(directory: Path, data: AdapterData, model_type: str, layout: str) -> None:
     """Reads the file back, compares it bit for bit with what was to be written, and reads it as an
     adapter.
@@ -329,7 +334,7 @@ def _verify(directory: Path, data: AdapterData, model_type: str, layout: str) ->
         stored = set(file.keys())
         for key, tensor in expected.items():
             if key not in stored or not _same_bits(file.get_tensor(key), tensor):
-                raise RuntimeError(
+                raise NotWrittenError(
                     f"{key} was not written as it is in memory; the disk under {directory.parent} "
                     "may be full or faulty"
                 )
@@ -347,11 +352,6 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
-
-
-def _sync(path: Path) -> None:
-    with open(path, "rb+") as file:
-        os.fsync(file.fileno())
 
 
 # ----------------------------------------------------------------------------------------- loading

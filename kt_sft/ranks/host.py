@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import select
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -25,6 +24,7 @@ from torch import distributed
 from kt_core import runtime
 from kt_core.loading.host import Host
 from kt_sft.ranks.collective import gather, joined
+from kt_sft.ranks.processes import Processes
 
 # Between two waits lies one layer that is packed or one file that is written or checked. A wait
 # ends at once when a rank is gone; this is for one that hangs, say on a network drive.
@@ -174,20 +174,10 @@ class LostRankError(RuntimeError):
 
 def ended(peers: Sequence[Rank], patience: float = 2.0) -> list[Rank]:
     """Those of the `peers`, ranks of this host, that have ended; waits for the first to be told."""
-    gone, descriptors = [], {}
-    for peer in peers:
-        try:
-            descriptors[os.pidfd_open(peer.pid)] = peer
-        except ProcessLookupError:
-            gone.append(peer)
-    poller = select.poll()
-    for descriptor in descriptors:
-        poller.register(descriptor, select.POLLIN)
-    ready = poller.poll(0 if gone else patience * 1000) if descriptors else []
-    gone += [descriptors[descriptor] for descriptor, _ in ready]
-    for descriptor in descriptors:
-        os.close(descriptor)
-    return gone
+    processes = Processes(peer.pid for peer in peers)
+    gone = processes.wait(patience)
+    processes.close()
+    return [peer for peer in peers if peer.pid in gone]
 
 
 def _portable(error: Exception | None) -> Exception | None:

@@ -21,6 +21,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from kt_sft.op import position
 from kt_sft.ranks.collective import gather, joined
 from kt_sft.ranks.host import Rank, this_rank
+from kt_sft.ranks.processes import Processes
 
 # Time for the main thread to end by its own error, as under gloo, before it is ended.
 GRACE_SECONDS = 10.0
@@ -60,24 +61,15 @@ class _Watcher(threading.Thread):
         super().__init__(name="kt-peers", daemon=True)
         self._me, self._state = me, state
         self._wake, self._done = os.pipe()
-        self._by_descriptor: dict[int, Rank] = {}
-        self._gone: Rank | None = None
-        for peer in peers:
-            try:
-                self._by_descriptor[os.pidfd_open(peer.pid)] = peer
-            except ProcessLookupError:
-                self._gone = peer
+        self._peers = {peer.pid: peer for peer in peers}
+        self._processes = Processes(self._peers)
 
     def run(self) -> None:
-        poller = select.poll()
-        for descriptor in (self._wake, *self._by_descriptor):
-            poller.register(descriptor, select.POLLIN)
-        if self._gone is None:
-            ready = [descriptor for descriptor, _ in poller.poll()]
-            if self._wake in ready:
-                return
-            self._gone = self._by_descriptor[ready[0]]
-        text = lost(self._me, str(self._gone), self._state.global_step)
+        ended = self._processes.wait(unless=self._wake)
+        if not ended:
+            return
+        gone = next(peer for pid, peer in self._peers.items() if pid in ended)
+        text = lost(self._me, str(gone), self._state.global_step)
         os.write(2, f"error: {text}\n".encode())
         only_end = select.poll()
         only_end.register(self._wake, select.POLLIN)
@@ -89,8 +81,9 @@ class _Watcher(threading.Thread):
         """Ends the thread."""
         os.write(self._done, b".")
         self.join()
-        for descriptor in (self._wake, self._done, *self._by_descriptor):
-            os.close(descriptor)
+        self._processes.close()
+        os.close(self._wake)
+        os.close(self._done)
 
 
 def lost(me: Rank, whom: str, steps: int) -> str:

@@ -31,6 +31,8 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
+from kt_core import atomic
+from kt_sft.lora.adapter_io import NotWrittenError
 from kt_sft.op import position
 from kt_sft.ranks.collective import joined, over_ranks
 
@@ -217,8 +219,8 @@ def save_checkpoint(
         _wait()
         # Of machines that share a disk the first alone finishes what all have written.
         tidies = tidies and (state.is_world_process_zero or not mark.exists())
-        if tidies:
-            _sync(staging / name)
+        if tidies:  # before an older checkpoint is deleted
+            atomic.sync(staging / name)
         _wait()  # all have looked for the mark, which goes with the staging folder
     except Exception as error:
         if tidies:
@@ -286,28 +288,16 @@ def _put_in_place(new: Path, final: Path) -> None:
     """Renames; what an overwritten run left under that name goes with the staging folder."""
     old = new.with_name("old")
     if final.exists():
-        os.rename(final, old)
-    os.rename(new, final)
-
-
-def _sync(folder: Path) -> None:
-    """Brings a finished checkpoint to the disk, before an older one is deleted."""
-    for path in [*folder.rglob("*"), folder]:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        atomic.rename(final, old)
+    atomic.rename(new, final)
 
 
 def _failed_to_write(error: Exception) -> bool:
-    if isinstance(error, OSError | SafetensorError):
+    if isinstance(error, OSError | SafetensorError | NotWrittenError):
         return True
-    # torch.save, and our own reading back of the adapter
+    # torch.save has no class of its own for them
     return isinstance(error, RuntimeError) and (
-        "PytorchStreamWriter" in str(error)
-        or "unexpected pos" in str(error)
-        or "was not written as it is in memory" in str(error)
+        "PytorchStreamWriter" in str(error) or "unexpected pos" in str(error)
     )
 
 
