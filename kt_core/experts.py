@@ -222,7 +222,7 @@ class Experts:
     @property
     def training_compute(self) -> str:
         """`compute` for training: "int16" where this CPU multiplies such rows faster than bf16
-        (VNNI without bf16 units, int8 and int4 weights), at the same error; else "bf16"."""
+        (VNNI without bf16 units, formats of the int8 domain), at the same error; else "bf16"."""
         return "int16" if self._layer.int16_pays else "bf16"
 
     def missing(self) -> list[tuple[int, str]]:
@@ -252,8 +252,8 @@ class Experts:
             top_k_weights: ``[T, K]`` floating point.
             lora: adapter factors.
             save: also return the gate and up pre-activations for :meth:`backward`.
-            compute: domain of the products with base weights: "bf16"; "int16" (int8 and int4
-                weights): activations as 16-bit codes per row and group of up to 128 values,
+            compute: domain of the products with base weights: "bf16"; "int16" (formats of
+                the int8 domain): activations as 16-bit codes per row and group of up to 128 values,
                 multiplied exactly, at the error of bf16; or "int8" (the same formats, inference
                 only): 8-bit codes, about 1 % relative error instead of 0.2 %.
             share: which experts to compute, in place of all.

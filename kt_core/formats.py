@@ -79,6 +79,11 @@ def names() -> tuple[str, ...]:
     return tuple(all_formats())
 
 
+def scaled() -> tuple[str, ...]:
+    """Names of those that round weights to codes with scales, in which they are smaller."""
+    return tuple(f.name for f in all_formats().values() if f.scaled)
+
+
 def of(name: str) -> WeightFormat:
     """The format of that name. Raises ValueError naming those that exist."""
     try:

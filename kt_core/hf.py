@@ -23,7 +23,7 @@ import transformers
 from transformers.integrations import is_fsdp_enabled
 from transformers.modeling_utils import PreTrainedModel, is_local_dist_rank_0
 
-from kt_core import experts, runtime
+from kt_core import experts, formats, runtime
 from kt_core.loading import checkpoint, memory, packing, prequantized, reuse
 from kt_core.loading.experts_contract import ExpertsLayout, find_experts
 from kt_core.loading.host import Host
@@ -140,7 +140,8 @@ def refuse_quantized(path: str | Path, from_pretrained: Mapping[str, Any]) -> No
         if from_pretrained.get(key):
             raise ValueError(
                 f"{key} asks transformers for quantized weights, which it would keep from the "
-                "experts on the CPU; remove it and choose their format (int8, int4) instead"
+                "experts on the CPU; remove it and choose their format "
+                f"({', '.join(formats.scaled())}) instead"
             )
     if Path(path).is_dir():
         prequantized.refuse_directory(path)

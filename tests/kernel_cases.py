@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
+import pytest
 import torch
 from reference import experts as reference
 from reference import round_bf16
 
-from kt_core import formats, kernels, runtime
+from kt_core import _kt, formats, kernels, runtime
 from kt_core.experts import Experts, Lora
 from kt_core.names import PROJECTIONS
 
@@ -21,6 +22,18 @@ GRAD_BAR = 6e-3
 
 _NEEDS = {str(k["isa"]): str(k["needs"]).split() for k in kernels()}
 TIERS = sorted({str(k["isa"]) for k in kernels() if k["usable"]})
+FORMATS = formats.names()
+INT8_FORMATS = tuple(f for f in FORMATS if "int8" in formats.of(f).domains)
+GROUPS = [(f, g) for f in FORMATS for g in formats.of(f).groups]
+"""Every format with every group that it takes."""
+INT8_GROUPS = [
+    (f, g) for f, g in GROUPS if f in INT8_FORMATS and g in (formats.of(f).default_group, 128, 0)
+]
+
+
+def small_group(format: str) -> int:
+    """The smallest group of a format, 0 for one without scales: it divides sizes most often."""
+    return min((g for g in formats.of(format).groups if g), default=0)
 
 
 def on_tiles(isa: str) -> bool:
@@ -211,3 +224,18 @@ def everything(case: Case) -> list[torch.Tensor]:
 
 def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def check_failing_task(case: Case, worker: int) -> None:
+    """An exception of a task on `worker` (of those that are set) reaches the caller, each time, and
+    leaves nothing behind.
+    """
+    want = everything(case)
+    _kt.testing.delay_tasks(2000)  # so that every worker gets a task
+    _kt.testing.fail_tasks(worker)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=f"task failed on worker {worker}"):
+            everything(case)
+    _kt.testing.fail_tasks(-1)
+    _kt.testing.delay_tasks(0)
+    assert same(everything(case), want)

@@ -76,13 +76,13 @@ def arguments(root: Path, output: str = "out", **changes: Any) -> dict[str, Any]
     return {k: v for k, v in args.items() if v is not None}
 
 
-def run(args: dict[str, Any]) -> None:
+def run(args: dict[str, Any], *callbacks: Any) -> None:
     """What `llamafactory-cli train` does in one process, without the start-up time."""
     from accelerate.state import AcceleratorState
     from llamafactory.train.tuner import run_exp
 
     AcceleratorState._reset_state(reset_partial_state=True)
-    run_exp(dict(args))
+    run_exp(dict(args), list(callbacks))
 
 
 def command(

@@ -84,16 +84,21 @@ def build(
     cfg = config(family, **overrides)
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(cfg, dtype=torch.float32)
+    randomize(model)
+    model.to(dtype).save_pretrained(path, max_shard_size=max_shard_size)
+    if tokenizer:
+        byte_tokenizer().save_pretrained(path)
+    return Path(path)
+
+
+def randomize(model: torch.nn.Module) -> None:
+    """Gives every parameter but those of norms random values, biases too."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1:
                 parameter.normal_(0, 0.1)
             elif "norm" not in name:
                 parameter.uniform_(-0.1, 0.1)
-    model.to(dtype).save_pretrained(path, max_shard_size=max_shard_size)
-    if tokenizer:
-        byte_tokenizer().save_pretrained(path)
-    return Path(path)
 
 
 def byte_tokenizer() -> transformers.PreTrainedTokenizerFast:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import families
+import models
 import peft
 import torch
 import transformers
@@ -77,12 +78,7 @@ def build(family: families.Family, path: Path, **save: Any) -> None:
     """A random fp32 checkpoint of the family."""
     torch.manual_seed(0)
     model = family.cls(families.tiny(family))
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(0, 0.1)
-            elif "norm" not in name:
-                parameter.uniform_(-0.1, 0.1)
+    models.randomize(model)
     model.save_pretrained(path, **save)
 
 

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from torch import nn
 
 from kt_core.loading.parts import Shape
+from kt_core.names import PROJECTION_KEYS, STACKED
 
-_EXPERT_PARAMETERS = {"gate_up_proj", "gate_proj", "up_proj", "down_proj"}
+_EXPERT_PARAMETERS = {*STACKED, *PROJECTION_KEYS.values()}
 
 # What the decorator says about a class -> the value that means what our kernels compute.
 _TRAITS = {
@@ -91,7 +92,7 @@ def _understand(name: str, module: nn.Module) -> ExpertsLayout:
 
 def _broken_contract(module: nn.Module, shapes: dict[str, tuple[int, ...]]) -> str | None:
     """What about these experts our kernels do not compute; None if nothing."""
-    if set(shapes) != {"gate_up_proj", "down_proj"}:
+    if set(shapes) != set(STACKED):
         return f"have the parameters {', '.join(sorted(shapes))}"
     traits = {k: v for k, v in vars(module).items() if k.startswith(("is_", "has_"))}
     if "is_transposed" not in traits or "act_fn" not in module._modules:

@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from kt_core import formats
+
 PROC = Path("/proc")
 CGROUP = Path("/sys/fs/cgroup")
 
@@ -123,7 +125,8 @@ def check(need: MemoryNeed, bounds: list[Limit], what: str) -> None:
             raise MemoryError(
                 f"loading {what} needs {needed:,} bytes ({need.experts:,} packed experts, "
                 f"{others}, {need.staging:,} while loading{maps}) but {bound.name} leaves "
-                f"{bound.available:,}; choose a smaller format (int8, int4) or raise the limit"
+                f"{bound.available:,}; choose a smaller format ({', '.join(formats.scaled())}) or "
+                "raise the limit"
             )
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import uvicorn
 from transformers.utils import logging as hf_logging
 
+from kt_core import formats
 from kt_core.serve.app import Service, create_app
 from kt_core.serve.loading import Loader, ServePlan, check
 from kt_core.settings import ExpertSettings
@@ -49,7 +50,8 @@ def parser() -> argparse.ArgumentParser:
     )
     out.add_argument("--host", default="127.0.0.1")
     out.add_argument("--port", type=int, default=8000)
-    out.add_argument("--format", default="int8", help="of the expert weights (default: int8)")
+    names = f"{', '.join(formats.names())}; default: {formats.DEFAULT}"
+    out.add_argument("--format", default=formats.DEFAULT, help=f"of the expert weights ({names})")
     out.add_argument("--group", type=int, help="weights per scale (default: the format's)")
     out.add_argument("--threads", type=int, help="for the experts (default: all allowed CPUs)")
     out.add_argument("--numa-nodes", type=int, help="to spread over (default: those there are)")

@@ -108,9 +108,10 @@ def _adapter_config(model: Any) -> Any:
 
 
 def _format(config: KTConfig) -> str:
-    if config.format == "bf16":
-        return "bf16"
-    group = formats.of(config.format).check_group(config.group)
+    format = formats.of(config.format)
+    if not format.scaled:
+        return format.name
+    group = format.check_group(config.group)
     return f"{config.format}, one scale per {f'{group} weights' if group else 'output channel'}"
 
 

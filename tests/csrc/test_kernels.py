@@ -9,9 +9,13 @@ import sys
 import pytest
 import torch
 from kernel_cases import (
+    FORMATS,
     FORWARD_BAR,
+    GROUPS,
     INT8_BAR,
     INT8_ELEMENT_BAR,
+    INT8_FORMATS,
+    INT8_GROUPS,
     TIERS,
     check_case,
     check_close,
@@ -21,14 +25,13 @@ from kernel_cases import (
     make_dy,
     on_tiles,
     relative,
+    small_group,
 )
 from reference import round_bf16
 
 from kt_core import kernels
 from kt_core.experts import Experts, Lora
 from kt_core.names import PROJECTIONS
-
-FORMATS = sorted({k["format"] for k in kernels()})
 
 
 @pytest.fixture(params=TIERS)
@@ -76,8 +79,7 @@ def test_batches_of_several_waves(tier):
     check_close("int8 forward", out, ref, INT8_BAR, element=INT8_ELEMENT_BAR)
 
 
-@pytest.mark.parametrize("format", ["int8", "int4"])
-@pytest.mark.parametrize("group", [32, 64, 128, 0])
+@pytest.mark.parametrize("format,group", GROUPS)
 def test_groups(tier, format, group):
     check_case(make_case(H=192, I=160, T=9, format=format, group=group))
 
@@ -86,7 +88,7 @@ def test_groups(tier, format, group):
 @pytest.mark.parametrize("intermediate", [40, 72, 96])
 @pytest.mark.parametrize("format", FORMATS)
 def test_sizes_that_divide_nothing(tier, hidden, intermediate, format):
-    group = {"bf16": 0, "int8": 64, "int4": 32}[format]
+    group = small_group(format)
     check_case(make_case(H=hidden, I=intermediate, T=25, format=format, group=group, r=3))
 
 
@@ -143,7 +145,7 @@ def test_no_tokens():
     assert all(float(t.abs().sum()) == 0 for t in (*grads.a.values(), *grads.b.values()))
 
 
-@pytest.mark.parametrize("format,group", [("int8", 128), ("int8", 0), ("int4", 32), ("int4", 128)])
+@pytest.mark.parametrize("format,group", INT8_GROUPS)
 @pytest.mark.parametrize("tokens", [1, 3, 8, 40, 401])
 def test_int8_domain_matches_reference(tier, format, group, tokens):
     case = make_case(E=3, H=300, I=200, T=tokens, K=2, format=format, group=group, lora=())
@@ -238,7 +240,7 @@ def test_training_takes_the_domain_that_is_fast_here(tier):
     """VNNI multiplies 16-bit rows at twice the rate of fp32; units for bf16 are as fast."""
     fast = tier in ("avx512_vnni", "avx_vnni")
     for format in FORMATS:
-        want = "int16" if fast and format != "bf16" else "bf16"
+        want = "int16" if fast and format in INT8_FORMATS else "bf16"
         assert make_case(format=format).layer.training_compute == want
 
 

@@ -12,7 +12,7 @@ import time
 import pytest
 import torch
 from fresh_process import run_kernels as run
-from kernel_cases import everything, forward, make_case, same
+from kernel_cases import check_failing_task, everything, forward, make_case, same
 
 from kt_core import _kt, runtime
 
@@ -131,16 +131,8 @@ threading.Thread(target=late).start()
 @pytest.mark.parametrize("worker", [0, 1, 2])
 def test_an_exception_of_a_task_reaches_python(worker):
     case = make_case(T=40)
-    want = everything(case)
     _kt.testing.set_threads(3)
-    _kt.testing.delay_tasks(2000)  # so that every worker gets a task
-    _kt.testing.fail_tasks(worker)
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match=f"task failed on worker {worker}"):
-            everything(case)
-    _kt.testing.fail_tasks(-1)
-    _kt.testing.delay_tasks(0)
-    assert same(everything(case), want)
+    check_failing_task(case, worker)
 
 
 def test_threads_that_the_system_refuses():

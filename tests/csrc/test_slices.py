@@ -17,11 +17,15 @@ import torch
 from fresh_process import run_python
 from kernel_cases import (
     BATCH_INVARIANT,
+    FORMATS,
+    GROUPS,
     INT8_BAR,
     INT8_ELEMENT_BAR,
+    INT8_FORMATS,
     TIERS,
     check_case,
     check_close,
+    check_failing_task,
     choose_tier,
     make_case,
     on_tiles,
@@ -30,11 +34,10 @@ from kernel_cases import (
 )
 from numa_maps import policies
 
-from kt_core import _kt, runtime
+from kt_core import _kt, formats, runtime
 from kt_core.experts import Experts
 from kt_core.names import PROJECTIONS
 
-FORMATS = ("bf16", "int8", "int4")
 CALLS = ("mbind", "set_mempolicy", "sched_setaffinity")
 
 
@@ -77,7 +80,7 @@ def everything(case, int8=False):
 def test_slices_match_the_reference(format, slices):
     case = make_case(E=3, H=100, I=1000, T=33, K=2, format=format, slices=slices)
     check_case(case)
-    if format != "bf16":
+    if format in INT8_FORMATS:
         ref, _ = case.run_reference()
         out, _ = case.layer.forward(
             case.x.float(), case.index, case.weights, case.lora, compute="int8"
@@ -89,9 +92,10 @@ def test_slices_match_the_reference(format, slices):
 @pytest.mark.parametrize("intermediate", [72, 96, 100, 136])
 def test_uneven_slices_of_odd_sizes(isa, intermediate):
     choose_tier(isa)
-    for format, group in (("bf16", 0), ("int8", 64), ("int4", 32), ("int4", 0)):
+    for format, group in GROUPS:
         most = Experts.max_slices(intermediate, format, group)
-        assert most == -(-intermediate // {"bf16": 32}.get(format, 64 if group else 128))
+        unit = (max(64, group) if group else 128) if formats.of(format).scaled else 32
+        assert most == -(-intermediate // unit)
         shape = dict(H=96, I=intermediate, T=25, format=format, group=group, r=3)
         case, sliced = make_case(**shape), make_case(**shape, slices=most)
         check_case(sliced)
@@ -99,15 +103,17 @@ def test_uneven_slices_of_odd_sizes(isa, intermediate):
             args = case.x[:n].float(), case.index[:n], case.weights[:n], case.lora
             (out, saved), (cut, kept) = (c.layer.forward(*args, save=True) for c in (case, sliced))
             assert torch.equal(saved, kept)  # gate and up reduce over H
-            if format == "bf16":  # others fold scales at the same places, and some tiers round so
+            # formats with scales fold them at the same places, and some tiers round so
+            if not formats.of(format).scaled:
                 assert relative(cut, out) < 1e-6
                 assert on_tiles(isa) or not torch.equal(cut, out)  # it was cut
 
 
 def test_slices_hold_the_same_weights():
-    """A scale belongs to a group, and groups are not cut: dequantized values do not change."""
-    for format, group in (("bf16", 0), ("int8", 128), ("int8", 64), ("int4", 32)):
-        for slices in (2, 3):
+    """A scale belongs to a group, and groups are not cut: dequantized values do not change. (A
+    whole channel is cut: every slice has a scale of its own.)"""
+    for format, group in GROUPS:
+        for slices in (2, 3) if group or not formats.of(format).scaled else ():
             a, b = (
                 make_case(E=2, H=64, I=456, T=1, format=format, group=group, slices=n).dense
                 for n in (1, slices)
@@ -117,15 +123,9 @@ def test_slices_hold_the_same_weights():
 
 @pytest.mark.parametrize("intermediate", [128, 256, 384, 768, 1024, 4096])
 def test_slices_keep_the_packed_size(intermediate):
-    for format, group, bits in (
-        ("bf16", 0, 16),
-        ("int8", 128, 8.125),
-        ("int8", 0, None),
-        ("int4", 32, 4.5),
-        ("int4", 64, 4.25),
-        ("int4", 128, 4.125),
-        ("int4", 0, None),
-    ):
+    for format, group in GROUPS:
+        known = group or not formats.of(format).scaled  # how many values share a scale of 16 bits
+        bits = formats.of(format).bits + (16 / group if group else 0) if known else None
         slices = Experts.max_slices(intermediate, format, group)
         assert slices == 8 or intermediate < 1024
         n = Experts.packed_nbytes(4, 256, intermediate, format, group, slices)
@@ -154,12 +154,12 @@ def test_same_bits_on_any_number_of_nodes(format, tokens, dropout):
         E=5, H=160, I=456, T=tokens, K=3, format=format, group=None, dropout=dropout, slices=4
     )
     _kt.set_threads(1)
-    want = everything(case, int8=format != "bf16")
+    want = everything(case, int8=format in INT8_FORMATS)
     for nodes, threads in ((1, 3), (2, 2), (2, 7), (3, 3), (3, 8), (4, 4)):
         spread(nodes, threads)
         _kt.testing.delay_tasks(100)  # all get a turn: on every node, others must steal
         _kt.testing.workers_seen()
-        assert same(everything(case, int8=format != "bf16"), want), (nodes, threads)
+        assert same(everything(case, int8=format in INT8_FORMATS), want), (nodes, threads)
         assert _kt.testing.workers_seen() == threads
         _kt.testing.delay_tasks(0)
 
@@ -326,16 +326,8 @@ def test_slices_prefer_their_nodes():
 @pytest.mark.parametrize("worker", [0, 1, 2, 3])
 def test_an_exception_of_a_task_reaches_python(worker):
     case = make_case(E=3, H=96, I=256, T=40, format="bf16", slices=4)
-    want = everything(case)
     spread(2, 4)
-    _kt.testing.delay_tasks(2000)
-    _kt.testing.fail_tasks(worker)
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match=f"task failed on worker {worker}"):
-            everything(case)
-    _kt.testing.fail_tasks(-1)
-    _kt.testing.delay_tasks(0)
-    assert same(everything(case), want)
+    check_failing_task(case, worker)
 
 
 PRELUDE = """

@@ -13,6 +13,7 @@ import lf_cases  # noqa: F401 - installs the hooks
 import pytest
 import yaml
 
+from kt_core import formats
 from kt_sft.config import KTConfig
 from kt_sft.report import step_log
 from kt_sft.report.stats import STATS_FILE
@@ -45,6 +46,18 @@ def test_every_setting_is_listed_with_its_default():
     expected |= {f"kt_config.{f.name}": f.default for f in dataclasses.fields(KTConfig)}
     listed = {key: yaml.safe_load(_word(cells[0])) for key, cells in SETTINGS.items()}
     assert listed == expected
+
+
+def test_the_settings_list_the_formats_that_there_are():
+    """Their names, the groups and the defaults of each, as the kernels say."""
+    _, format, _ = SETTINGS["kt_config.format"]
+    assert tuple(re.findall(r"`(\w+)`", format)) == formats.names()
+    _, group, _ = SETTINGS["kt_config.group"]
+    scaled = [formats.of(name) for name in formats.scaled()]
+    assert {int(g) for g in re.findall(r"`(\d+)`", group)} == {g for f in scaled for g in f.groups}
+    defaults = ", ".join(f"{f.default_group} with {f.name}" for f in scaled)
+    others = " or ".join(sorted(set(formats.names()) - set(formats.scaled())))
+    assert group.endswith(f"`null`: {defaults}; not with {others}")
 
 
 @pytest.mark.parametrize("key", SETTINGS)

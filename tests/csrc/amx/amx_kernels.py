@@ -16,7 +16,17 @@ from collections import defaultdict
 import pytest
 import torch
 from emulated_cpu import EMULATOR
-from kernel_cases import INT8_BAR, INT8_ELEMENT_BAR, check_case, check_close, make_case
+from kernel_cases import (
+    FORMATS,
+    GROUPS,
+    INT8_BAR,
+    INT8_ELEMENT_BAR,
+    INT8_GROUPS,
+    check_case,
+    check_close,
+    make_case,
+    small_group,
+)
 from test_kernels import calls, read_mask
 
 from kt_core import _kt, runtime
@@ -26,7 +36,6 @@ from kt_core.names import PROJECTIONS
 OPCODES = ("ldtilecfg", "tilerelease", "tilezero", "tileloadd", "tilestored")
 PRODUCTS = ("tdpbf16ps", "tdpbssd", "tdpbsud", "tdpbusd", "tdpbuud")
 
-FORMATS = ("bf16", "int8", "int4")
 errors: dict[str, float] = defaultdict(float)
 
 
@@ -115,8 +124,7 @@ def test_every_kind_of_row_count(rows):
     record("bf16", check_case(make_case(E=1, H=64, I=64, T=rows, K=1, format="bf16", r=16)))
 
 
-@pytest.mark.parametrize("format", ["int8", "int4"])
-@pytest.mark.parametrize("group", [32, 64, 128, 0])
+@pytest.mark.parametrize("format,group", GROUPS)
 def test_groups(format, group):
     record(format, check_case(make_case(E=2, H=192, I=160, T=20, format=format, group=group)))
 
@@ -125,7 +133,7 @@ def test_groups(format, group):
 @pytest.mark.parametrize("intermediate", [40, 72, 96])
 @pytest.mark.parametrize("format", FORMATS)
 def test_sizes_that_divide_nothing(hidden, intermediate, format):
-    group = {"bf16": 0, "int8": 64, "int4": 32}[format]
+    group = small_group(format)
     case = make_case(E=2, H=hidden, I=intermediate, T=25, format=format, group=group, r=3)
     record(format, check_case(case))
 
@@ -182,7 +190,7 @@ def test_nan_stays_in_its_row():
 
 
 @pytest.mark.products("tdpbsud")
-@pytest.mark.parametrize("format,group", [("int8", 128), ("int8", 0), ("int4", 32), ("int4", 128)])
+@pytest.mark.parametrize("format,group", INT8_GROUPS)
 @pytest.mark.parametrize("tokens", [5, 16, 33, 50, 201])
 def test_int8_domain_has_the_bits_of_vectors(format, group, tokens):
     case = make_case(E=1, H=300, I=200, T=tokens, K=1, format=format, group=group, lora=())

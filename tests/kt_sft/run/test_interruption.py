@@ -64,14 +64,6 @@ class Act(TrainerCallback):
             self.what()
 
 
-def run(args, *callbacks):
-    from accelerate.state import AcceleratorState
-    from llamafactory.train.tuner import run_exp
-
-    AcceleratorState._reset_state(reset_partial_state=True)
-    run_exp(dict(args), list(callbacks))
-
-
 def go_on(args, **changes):
     """Runs again in the same output_dir, from its last checkpoint."""
     last = Path(args["output_dir"]) / checkpoints(args)[-1]
@@ -93,7 +85,7 @@ def test_a_signal_saves_and_the_run_goes_on_to_the_same_bits(event, number, root
     args = lf_cases.arguments(root, f"{event}-{number}", save_strategy="no", lora_dropout=0.1)
     before = [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)]
     with pytest.raises(SystemExit) as ended:
-        run(args, Act(event, 2, lambda: os.kill(os.getpid(), number)))
+        lf_cases.run(args, Act(event, 2, lambda: os.kill(os.getpid(), number)))
     assert ended.value.code == 128 + number
     assert [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)] == before
     done = {"on_step_begin": 2, "on_substep_end": 2, "on_pre_optimizer_step": 3}[event]
@@ -117,14 +109,14 @@ def test_a_process_alone_stops_between_two_layers(root, monkeypatch):
 
     monkeypatch.setattr(position, "enter", enter)
     with pytest.raises(SystemExit):
-        run(args)
+        lf_cases.run(args)
     assert len(passes) == 17 and checkpoints(args) == ["checkpoint-2"]
 
 
 def test_before_the_first_step_there_is_nothing_to_save(root, capsys):
     args = lf_cases.arguments(root, "early", save_strategy="no")
     with pytest.raises(SystemExit) as ended:
-        run(args, Act("on_step_begin", 0, lambda: os.kill(os.getpid(), signal.SIGTERM)))
+        lf_cases.run(args, Act("on_step_begin", 0, lambda: os.kill(os.getpid(), signal.SIGTERM)))
     assert ended.value.code == 143 and checkpoints(args) == []
     assert "no step was finished, so there is nothing to save" in capsys.readouterr().out
 
@@ -135,11 +127,11 @@ def test_a_checkpoint_of_an_earlier_run_is_not_taken_for_this_ones(root, whole):
     args = lf_cases.arguments(root, "stale", save_strategy="no", lora_dropout=0.1)
     lf_cases.run(args | {"max_steps": 2, "save_strategy": "steps", "save_steps": 2, "seed": 6})
     with pytest.raises(SystemExit):
-        run(args, Act("on_step_begin", 2, lambda: os.kill(os.getpid(), signal.SIGTERM)))
+        lf_cases.run(args, Act("on_step_begin", 2, lambda: os.kill(os.getpid(), signal.SIGTERM)))
     checkpoint = Path(args["output_dir"]) / "checkpoint-2"
     before = {p.name: p.read_bytes() for p in checkpoint.iterdir()}
     with pytest.raises(SystemExit):
-        run(
+        lf_cases.run(
             args | {"resume_from_checkpoint": str(checkpoint)},
             Act("on_step_begin", 2, lambda: os.kill(os.getpid(), signal.SIGTERM)),
         )
@@ -210,7 +202,7 @@ def test_a_full_disk_loses_only_the_step_in_flight(what, root, whole):
 
     try:
         with pytest.raises(OSError, match="checkpoint-3 could not be written") as told:
-            run(args, Act("on_step_begin", 2, fill))
+            lf_cases.run(args, Act("on_step_begin", 2, fill))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
         position.stop_here(False)
