@@ -16,6 +16,7 @@ from numa_maps import policies
 from kt_core import _kt, experts, hf, runtime
 from kt_core.loading import numa, packed_file, shared
 from kt_core.module import KTExpertsLinear
+from kt_core.names import PROJECTIONS
 
 IDS = torch.randint(3, 120, (2, 48), generator=torch.Generator().manual_seed(1))
 SLICES = 2  # of the models' intermediate size of 40 in bf16
@@ -141,7 +142,7 @@ def test_shared_memory_is_bound_too(two_nodes):
     layer = experts.Experts(4, 256, 1024, slices=8, buffer=memory.writable(0))
     layer.bind_slices()
     for e in range(4):
-        for p in experts.PROJECTIONS:
+        for p in PROJECTIONS:
             layer.put(e, p, torch.ones((256, 1024) if p == "down" else (1024, 256)))
     assert f"prefer:{_kt.topology()[1][0][0]}" in {policy for policy, _ in policies(layer)}
     memory.close()
