@@ -100,7 +100,7 @@ class KTConfig(ExpertSettings):
         """Builds the settings from the YAML's `kt_config`: a mapping, its JSON text (command line),
         or None.
         """
-        values = mapping_of(values)
+        values = _mapping_of(values)
         known = [field.name for field in dataclasses.fields(cls)]
         for key, value in values.items():
             if key == "experts":
@@ -115,7 +115,7 @@ class KTConfig(ExpertSettings):
         return cls(**{key: value for key, value in values.items() if value is not None})
 
 
-def mapping_of(values: Mapping[str, Any] | str | None) -> Mapping[str, Any]:
+def _mapping_of(values: Mapping[str, Any] | str | None) -> Mapping[str, Any]:
     """`kt_config` as a mapping, also where it is JSON text or None."""
     if isinstance(values, str):
         try:
@@ -142,7 +142,7 @@ def resolve(values: Mapping[str, Any] | str | None, cpu_activation: str | None =
     if cpu_activation is None:
         return config
     _one_of("kt_cpu_activation", cpu_activation, ACTIVATIONS)
-    given = mapping_of(values).get("activation")
+    given = _mapping_of(values).get("activation")
     if given not in (None, cpu_activation):
         raise ValueError(
             f"kt_cpu_activation={cpu_activation} and kt_config.activation={given} contradict each "

@@ -10,6 +10,7 @@ fp32. The experts are not concerned: they multiply bf16 activations with packed 
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from typing import Any
 
@@ -17,28 +18,26 @@ import torch
 from torch import nn
 
 from kt_core import runtime
-from kt_sft import config as settings
 from kt_sft.config import KTConfig
 
 log = logging.getLogger("kt")
 
 
-def choose(model_args: Any, training_args: Any, finetuning_args: Any) -> None:
-    """Decides `dense_dtype` for a LLaMA-Factory run: its arguments carry the decision, also to a
-    reference model. Raises ValueError where the setting cannot act.
+def choose(config: KTConfig, model_args: Any, training_args: Any, finetuning_args: Any) -> KTConfig:
+    """Decides `dense_dtype` for a LLaMA-Factory run, changes its arguments to it and returns the
+    settings with the decision. Raises ValueError where the setting cannot act.
     """
-    given = settings.mapping_of(model_args.kt_config)
-    asked = KTConfig.from_mapping(given).dense_dtype
+    asked = config.dense_dtype
     reason = _no_choice(training_args, finetuning_args)
     if reason and asked != "auto":
         raise ValueError(f"kt_config: dense_dtype={asked} cannot act: {reason}; remove dense_dtype")
     if reason or asked == "bf16" or (asked == "auto" and runtime.multiplies_bf16()):
-        return
-    model_args.kt_config = {**given, "dense_dtype": "fp32"}
+        return config
     model_args.compute_dtype = torch.float32
     training_args.bf16, training_args.mixed_precision = False, "no"
     why = "this CPU multiplies it faster than bf16" if asked == "auto" else "as asked"
     log.info("kt: layers beside the experts are in fp32, not bf16: %s (dense_dtype)", why)
+    return dataclasses.replace(config, dense_dtype="fp32")
 
 
 def widen(model: nn.Module) -> None:

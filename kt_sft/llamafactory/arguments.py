@@ -8,21 +8,47 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from kt_sft import config as settings
+from kt_sft import config
 from kt_sft.config import KTConfig
-from kt_sft.llamafactory import stages
 
 KEYS = ("kt_config", "kt_cpu_activation")
 """Options of ours in ModelArguments."""
 
 
-def kt_config_of(model_args: Any) -> KTConfig:
-    """The settings of a run; ModelArguments carries them, so a reference model that is copied from
-    it has them too.
+def settings_of(model_args: Any) -> KTConfig:
+    """The settings of a use_kt run. The first call resolves what the user gave and leaves the
+    frozen result in `kt_config`, so every copy of the arguments, such as a reference model's, has
+    it too. Raises ValueError for what the user cannot have.
     """
-    return settings.resolve(model_args.kt_config, model_args.kt_cpu_activation)
+    if not isinstance(model_args.kt_config, KTConfig):
+        model_args.kt_config = config.resolve(model_args.kt_config, model_args.kt_cpu_activation)
+        model_args.kt_cpu_activation = None  # said in kt_config now
+    resolved: KTConfig = model_args.kt_config
+    return resolved
+
+
+def is_kt_run(model_args: Any) -> bool:
+    """Whether these are the arguments of a use_kt run, also inside `as_stock`."""
+    return model_args.use_kt or isinstance(model_args.kt_config, KTConfig)
+
+
+@contextmanager
+def as_stock(model_args: Any) -> Iterator[None]:
+    """Inside it, LLaMA-Factory's code takes the paths of a run without use_kt; ours knows the run
+    by its settings.
+    """
+    before = model_args.use_kt
+    if before:
+        settings_of(model_args)
+    model_args.use_kt = False
+    try:
+        yield
+    finally:
+        model_args.use_kt = before
 
 
 def with_our_keys(base: Any) -> Any:
@@ -38,13 +64,6 @@ def with_our_keys(base: Any) -> Any:
         arguments.
         """
 
-    def check_values(self: Any) -> None:
-        """0.9.6 refuses kt_cpu_activation without use_kt, also in a copy of arguments that is made
-        while use_kt is hidden.
-        """
-        with stages.use_kt_is(self, self.use_kt or stages.kt_run_is_hidden()):
-            base.__post_init__(self)
-
     keys = ", ".join(field.name for field in dataclasses.fields(KTConfig))
     help_of = {
         "kt_config": f"Settings of experts in CPU memory: {keys}.",
@@ -52,7 +71,7 @@ def with_our_keys(base: Any) -> Any:
         "kt_cpu_activation": "Another name of kt_config.activation: retain or recompute.",
     }
     types = {
-        "kt_config": dict | str | None,
+        "kt_config": dict | str | None,  # until it is resolved, see settings_of
         "kt_cpu_activation": str | None,
     }
     new = [
@@ -66,7 +85,6 @@ def with_our_keys(base: Any) -> Any:
         namespace={
             "apply_kt_config": apply_kt_config,
             "configure_kt_loading": apply_kt_config,
-            "__post_init__": check_values,
             "__doc__": base.__doc__,
         },
     )

@@ -11,16 +11,15 @@ from typing import Any
 import torch
 
 from kt_core.loading import prequantized
-from kt_sft.config import KTConfig
 from kt_sft.llamafactory import stages
-from kt_sft.llamafactory.arguments import KEYS, kt_config_of
+from kt_sft.llamafactory.arguments import KEYS, settings_of
 
 
 def check_run(model_args: Any, training_args: Any, finetuning_args: Any) -> None:
     """Raises ValueError, in one sentence, for a use_kt training run that would ignore a setting or
     fail later.
     """
-    config = kt_config_of(model_args)
+    config = settings_of(model_args)
     if finetuning_args.finetuning_type != "lora":
         raise ValueError(
             "use_kt keeps the experts frozen, so "
@@ -70,7 +69,7 @@ def check_run(model_args: Any, training_args: Any, finetuning_args: Any) -> None
         )
     if uses_fsdp(training_args):
         _check_fsdp(training_args)
-    check_load(model_args, config)
+    check_load(model_args)
     # Several GPUs in one process would be wrapped in nn.DataParallel; the experts serve one replica
     # per process.
     if training_args.n_gpu > 1:
@@ -83,7 +82,7 @@ def choose_reentrant(model_args: Any, given: dict[str, Any] | list[str]) -> None
     arguments, a mapping or a command line.
     """
     words = given if isinstance(given, dict) else [word.lstrip("-").split("=")[0] for word in given]
-    retains = kt_config_of(model_args).activation == "retain"
+    retains = settings_of(model_args).activation == "retain"
     if "use_reentrant_gc" not in words:
         if not retains:  # retain_experts switches it off, and says so
             model_args.use_reentrant_gc = False
@@ -132,7 +131,8 @@ def check_adapters(model_args: Any) -> None:
         )
 
 
-def check_load(model_args: Any, config: KTConfig) -> None:
+def check_load(model_args: Any) -> None:
+    settings_of(model_args)
     if model_args.infer_backend != "huggingface":
         raise ValueError(
             f"infer_backend={model_args.infer_backend} does not know experts in CPU memory; set "

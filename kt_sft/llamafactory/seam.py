@@ -11,8 +11,8 @@ edited:
 
 Without use_kt every path is the original's. An adapt_ function raises if its module is not as it is
 known. Made for 0.9.5 and for 0.9.6.dev0. What they have for KTransformers' forks differs, so none
-of it is reached: use_kt is off while LLaMA-Factory's own code loads a model (stages.as_stock). What
-is left of the difference is in arguments.py.
+of it is reached: use_kt is off while LLaMA-Factory's own code loads a model (arguments.as_stock).
+What is left of the difference is in arguments.py.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import torch
 from kt_core import hf
 from kt_sft.cpu import dense_ops, loss, precision
 from kt_sft.llamafactory import arguments, checks, messages, stages
-from kt_sft.llamafactory.arguments import kt_config_of
+from kt_sft.llamafactory.arguments import as_stock, is_kt_run, settings_of
 from kt_sft.report import trainer_log
 from kt_sft.run import layer_major
 
@@ -59,10 +59,13 @@ def adapt_parser(module: Any) -> None:
             messages.show_log(training_args)
             checks.check_run(model_args, training_args, finetuning_args)
             checks.choose_reentrant(model_args, module.read_args(args[0] if args else None))
-            if kt_config_of(model_args).layer_major and training_args.do_train:
+            config = settings_of(model_args)
+            if config.layer_major and training_args.do_train:
                 layer_major.check(training_args, finetuning_args)
                 layer_major.apply(training_args, finetuning_args.stage)
-            precision.choose(model_args, training_args, finetuning_args)
+            model_args.kt_config = precision.choose(
+                config, model_args, training_args, finetuning_args
+            )
         else:
             checks.check_unused(model_args)
             _leave_cpu_fsdp()
@@ -75,7 +78,7 @@ def adapt_parser(module: Any) -> None:
             model_args = parsed[0]
             if model_args.use_kt:
                 stages.check_load(model_args)
-                checks.check_load(model_args, kt_config_of(model_args))
+                checks.check_load(model_args)
             else:
                 checks.check_unused(model_args)
             return parsed
@@ -85,7 +88,7 @@ def adapt_parser(module: Any) -> None:
     @functools.wraps(check)
     def check_extra_dependencies(model_args: Any, *args: Any, **kw: Any) -> None:
         # skips only the search for the kt-kernel and *-kt distributions
-        with stages.use_kt_is(model_args, False):
+        with as_stock(model_args):
             check(model_args, *args, **kw)
 
     @functools.wraps(get_train_args)
@@ -134,13 +137,13 @@ def adapt_loader(module: Any) -> None:
         *args: Any,
         **kw: Any,
     ) -> Any:
-        if not model_args.use_kt and not stages.kt_run_is_hidden():
+        if not is_kt_run(model_args):
             return original(tokenizer, model_args, finetuning_args, is_trainable, *args, **kw)
         from transformers import PreTrainedModel
 
         from kt_sft import plugin
 
-        config = kt_config_of(model_args)
+        config = settings_of(model_args)
         checks.check_adapters(model_args)
         hub = {
             "cache_dir": model_args.cache_dir,
@@ -153,7 +156,7 @@ def adapt_loader(module: Any) -> None:
         # `all` picks by class and leaf name, and in some families the router is a Linear
         router = finetuning_args.lora_target != ["all"]
         again = not is_trainable  # a reference or reward model, beside the one that is trained
-        with plugin.loading(config, router=router, again=again), stages.as_stock(model_args):
+        with plugin.loading(config, router=router, again=again), as_stock(model_args):
             model = original(tokenizer, model_args, finetuning_args, is_trainable, *args, **kw)
         if config.dense_dtype == "fp32":
             precision.widen(model)
@@ -186,7 +189,7 @@ def _with_kt_adapter(init_adapter: Callable[..., Any]) -> Callable[..., Any]:
         **kw: Any,
     ) -> Any:
         adapters = model_args.adapter_name_or_path
-        if is_trainable or not adapters or not stages.kt_run_is_hidden():
+        if is_trainable or not adapters or not is_kt_run(model_args):
             return init_adapter(
                 config, model, model_args, finetuning_args, is_trainable, *args, **kw
             )
@@ -248,7 +251,7 @@ def _with_callback(run: Callable[..., Any]) -> Callable[..., Any]:
             from kt_sft.run.budget import Budget
             from kt_sft.run.interruption import SafeStop
 
-            config = kt_config_of(model_args)
+            config = settings_of(model_args)
             bound = signature.bind(model_args, *args, **kw)
             given = bound.arguments
             budget = Budget(config, given["data_args"].cutoff_len, given["finetuning_args"])

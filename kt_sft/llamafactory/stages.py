@@ -3,18 +3,17 @@ KTransformers' forks is kept out of it.
 
 That code refuses what works with our experts (run_sft: predict_with_generate, compute_accuracy) or
 calls libraries that are not there (load_model of 0.9.6: the checkpoint context and the adapters of
-kt-kernel). So both run as stock, with use_kt off; load_model, which is ours, is told by
-`kt_run_is_hidden` that the models it loads belong to a use_kt run all the same.
+kt-kernel). So both run as stock, with use_kt off (arguments.as_stock).
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
 from typing import Any
+
+from kt_sft.llamafactory.arguments import as_stock
 
 log = logging.getLogger("kt")
 
@@ -52,8 +51,6 @@ _REFUSED = (
     ("training", "optim_target_modules", None, "remove it, and choose another optim"),
     ("training", "parallelism_config", None, "remove it: a process computes whole experts"),
 )  # fmt: skip
-
-_hidden: ContextVar[bool] = ContextVar("kt_hidden", default=False)
 
 
 def check(model_args: Any, finetuning_args: Any, training_args: Any) -> None:
@@ -141,11 +138,6 @@ def check_model(model: Any, model_args: Any, finetuning_args: Any, *, reentrant:
         )
 
 
-def kt_run_is_hidden() -> bool:
-    """Whether the code that runs now belongs to a use_kt run whose model_args say otherwise."""
-    return _hidden.get()
-
-
 def without_asking(run: Callable[..., Any]) -> Callable[..., Any]:
     """LLaMA-Factory's run_sft, for which predict_with_generate and compute_accuracy are not refused
     in a use_kt run.
@@ -159,27 +151,3 @@ def without_asking(run: Callable[..., Any]) -> Callable[..., Any]:
             return run(model_args, *args, **kw)
 
     return run_sft
-
-
-@contextmanager
-def as_stock(model_args: Any) -> Iterator[None]:
-    """Inside it LLaMA-Factory's code takes the paths of a run without use_kt; ours sees with
-    `kt_run_is_hidden` that it is one.
-    """
-    token = _hidden.set(True)
-    try:
-        with use_kt_is(model_args, False):
-            yield
-    finally:
-        _hidden.reset(token)
-
-
-@contextmanager
-def use_kt_is(model_args: Any, value: bool) -> Iterator[None]:
-    """Inside it, model_args.use_kt is `value`."""
-    before = model_args.use_kt
-    model_args.use_kt = value
-    try:
-        yield
-    finally:
-        model_args.use_kt = before

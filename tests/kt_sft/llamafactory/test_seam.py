@@ -5,6 +5,7 @@ the real one.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import pickle
 import sys
@@ -16,6 +17,7 @@ import torch
 from transformers import HfArgumentParser
 
 from kt_core.module import KTExpertsLinear
+from kt_sft.config import KTConfig
 from kt_sft.llamafactory import arguments, seam, stages
 from kt_sft.lora.layer import KTExpertsLoraLinear
 
@@ -44,7 +46,8 @@ def test_inference_is_parsed_with_and_without_use_kt(as_words, root):
         args = _infer(root, use_kt=use_kt, kt_config=config)
         words = [word for k, v in args.items() for word in (f"--{k}", str(v))]
         model_args = get_infer_args(words if as_words else args)[0]
-        assert (model_args.use_kt, model_args.kt_config) == (bool(use_kt), config)
+        settings = None if config is None else KTConfig(format="bf16")
+        assert (model_args.use_kt, model_args.kt_config) == (bool(use_kt), settings)
 
 
 @dataclasses.dataclass
@@ -93,28 +96,42 @@ def test_an_option_that_theirs_has_too_is_parsed_once(root, theirs):
     assert [theirs] == module._OTHER  # no ModelArguments beside it: nothing in its way
 
 
-def test_arguments_are_copied_where_use_kt_is_hidden():
-    """0.9.6 refuses kt_cpu_activation without use_kt; a reference model's arguments are copies."""
+@dataclasses.dataclass
+class _Arguments:
+    """0.9.6 refuses kt_cpu_activation without use_kt."""
 
-    @dataclasses.dataclass
-    class ModelArguments:
-        use_kt: bool = False
-        kt_cpu_activation: str | None = None
+    use_kt: bool = False
+    kt_cpu_activation: str | None = None
 
-        def __post_init__(self):
-            if self.kt_cpu_activation is not None and not self.use_kt:
-                raise ValueError("only valid when use_kt: true")
+    def __post_init__(self):
+        if self.kt_cpu_activation is not None and not self.use_kt:
+            raise ValueError("only valid when use_kt: true")
 
-    module = ModuleType("model_args")
-    module.ModelArguments = ModelArguments
-    seam.adapt_model_args(module)
-    args = module.ModelArguments(use_kt=True, kt_cpu_activation="retain")
-    with stages.as_stock(args):
-        copy = dataclasses.replace(args)
-        assert (copy.use_kt, copy.kt_cpu_activation) == (False, "retain")
-    assert args.use_kt and arguments.kt_config_of(args).activation == "retain"
+
+@pytest.mark.parametrize("copied", [dataclasses.replace, copy.deepcopy])
+def test_a_copy_of_the_arguments_has_the_settings_of_the_run(copied):
+    """LLaMA-Factory makes a reference model's arguments so, while use_kt is hidden from it."""
+    kind = arguments.with_our_keys(_Arguments)
+    args = kind(use_kt=True, kt_config={"format": "bf16"}, kt_cpu_activation="recompute")
+    settings = arguments.settings_of(args)
+    assert settings == KTConfig(format="bf16", activation="recompute")
+    args.kt_config = dataclasses.replace(settings, dense_dtype="fp32")  # decided after parsing
+    with arguments.as_stock(args):
+        twin = copied(args)
+        assert not args.use_kt and not twin.use_kt
+        assert arguments.is_kt_run(args) and arguments.is_kt_run(twin)
+        assert arguments.settings_of(twin) == args.kt_config != settings
+    assert args.use_kt and arguments.settings_of(args) is args.kt_config
+    assert arguments.settings_of(kind(**dataclasses.asdict(args))) == args.kt_config
     with pytest.raises(ValueError, match="only valid when use_kt"):
-        module.ModelArguments(kt_cpu_activation="retain")
+        kind(kt_cpu_activation="retain")
+    assert not arguments.is_kt_run(kind())
+
+
+def test_settings_are_resolved_before_use_kt_is_hidden():
+    args = arguments.with_our_keys(_Arguments)(use_kt=True, kt_config='{"format": "bf16"}')
+    with arguments.as_stock(args):
+        assert arguments.is_kt_run(args) and args.kt_config == KTConfig(format="bf16")
 
 
 OTHERS = {"_parse_train_mca_args": "USE_MCA", "_parse_train_mbridge_args": "USE_MEGATRON_BRIDGE"}
