@@ -2,35 +2,20 @@
 
 Tensors of a GPU go through page-locked host buffers with asynchronous copies and one wait per call;
 torch's caching host allocator keeps a buffer from being reused before its copy is done. CPU tensors
-are used where they are, except inside `forced_copies()`, with which tests send them through the
-same code.
+are used where they are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-# A plain global: backward runs on autograd's own thread, which a context variable does not reach.
-_forced = 0
-
-
-@contextmanager
-def forced_copies() -> Iterator[None]:
-    """Treats CPU tensors as if they lived on another device. For tests; not thread safe."""
-    global _forced
-    _forced += 1
-    try:
-        yield
-    finally:
-        _forced -= 1
-
 
 def _foreign(device: torch.device) -> bool:
-    return device.type != "cpu" or _forced > 0
+    """A function of its own, so that a test can send CPU tensors through the same code."""
+    return device.type != "cpu"
 
 
 def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:

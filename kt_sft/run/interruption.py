@@ -12,6 +12,7 @@ ranks stop together, between two micro-batches; a process that is alone stops be
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import random
@@ -313,17 +314,12 @@ def _wait() -> None:
         distributed.barrier()
 
 
+@functools.cache  # torch takes it back from nobody
 def read_on_numbered_cpus() -> None:
     """Lets torch.load put tensors on "cpu:0", where the Trainer wants the optimizer of a checkpoint
     on several CPU ranks, and which torch refuses to understand. Nothing else reads differently.
     """
-    global _reads_numbered_cpus
-    if not _reads_numbered_cpus:
-        torch.serialization.register_package(100, _no_tag, _on_numbered_cpu)
-        _reads_numbered_cpus = True
-
-
-_reads_numbered_cpus = False
+    torch.serialization.register_package(100, _no_tag, _on_numbered_cpu)
 
 
 def _no_tag(storage: Any) -> None:
