@@ -49,23 +49,30 @@ class _Layers:
 
     def empty(self, layout: ExpertsLayout, buffer: Any) -> experts.Experts:
         """One of the layers, nothing packed yet, in `buffer` or (None) in memory of its own."""
-        layer = experts.Experts(*layout.shape, buffer=buffer, **self._options(layout))
+        layer = experts.Experts(
+            *layout.shape,
+            format=self.settings.format,
+            group=self.settings.group,
+            activation=layout.activation,
+            slices=self.slices,
+            buffer=buffer,
+            name=layout.name,
+        )
         if buffer is not None:
             layer.bind_slices()
         return layer
 
     def over(self, layout: ExpertsLayout, view: memoryview) -> experts.Experts:
         """One of the layers, whose packed bytes are `view`."""
-        return experts.Experts.from_packed(*layout.shape, buffer=view, **self._options(layout))
-
-    def _options(self, layout: ExpertsLayout) -> dict[str, Any]:
-        return {
-            "format": self.settings.format,
-            "group": self.settings.group,
-            "activation": layout.activation,
-            "slices": self.slices,
-            "name": layout.name,
-        }
+        return experts.Experts.from_packed(
+            *layout.shape,
+            buffer=view,
+            format=self.settings.format,
+            group=self.settings.group,
+            activation=layout.activation,
+            slices=self.slices,
+            name=layout.name,
+        )
 
 
 def pack(
