@@ -91,7 +91,7 @@ def test_amx_tier(built):
 
 
 def test_what_other_tests_assume_of_a_tier(built):
-    files = [str(HERE / name) for name in ASSUMING]
+    files = [str(HERE.parent / name) for name in ASSUMING]
     done = pytest_on_tiles(built, *files, "-k", " or ".join(f"({k})" for k in ASSUMING.values()))
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert " passed" in done.stdout and "skipped" not in done.stdout
