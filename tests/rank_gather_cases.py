@@ -77,7 +77,7 @@ def gathered_and_own(
     """
     cases.use(engine, patch)
     if staged:  # as if tensors came from a GPU
-        patch.setattr(staging, "_forced", 1)
+        patch.setattr(staging, "_foreign", lambda device: True)
     rank = distributed.get_rank()
     exchange.use(exchange.HostRanks(distributed.group.WORLD))
     experts, computed = layer(), []

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-TOYS = ROOT / "tests" / "toys"
+TOYS = Path(__file__).parent / "toys"
 BUILD = ROOT / "build" / "toys"  # kept, so that a second run compiles what changed
 
 # In a process of its own, whose kt_core._kt is the extension with the toys in it.

@@ -19,7 +19,6 @@ from types import SimpleNamespace
 
 import families
 import lf_cases
-import options
 import pytest
 import slow_experts
 import stage_cases
@@ -245,13 +244,3 @@ def test_parallelism_is_refused():
     model, training = SimpleNamespace(), SimpleNamespace(parallelism_config="tp_size=2")
     with pytest.raises(ValueError, match="parallelism_config='tp_size=2' is not supported with"):
         stages.check(model, finetuning, training)
-
-
-def test_options_of_peft_are_refused_where_its_own_tests_say_so():
-    import test_lora_options
-
-    refused = {o.name for o in OPTIONS if o.of == options.LORA and o.verdict == REFUSED}
-    assert refused <= set(test_lora_options.REFUSED)
-    for name in set(test_lora_options.REFUSED) - refused:  # some values of it are
-        (option,) = (o for o in OPTIONS if o.of == options.LORA and o.name == name)
-        assert "refused" in option.note or "not those" in option.note

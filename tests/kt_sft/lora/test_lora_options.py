@@ -8,6 +8,7 @@ import dataclasses
 import warnings
 
 import lf_cases
+import options
 import peft
 import pytest
 import sft_cases as cases
@@ -142,6 +143,15 @@ def test_every_field_of_the_installed_loraconfig_is_looked_at():
     checked = {*layer._KNOWN, *layer._DENSE_ONLY, *layer._REFUSED}
     variants = {f.name for f in dataclasses.fields(LoraConfig) if "is_lora_variant" in f.metadata}
     assert checked | variants >= FIELDS
+
+
+def test_the_table_of_options_says_refused_where_these_tests_do():
+    rows = [o for o in options.OPTIONS if o.of == options.LORA]
+    refused = {o.name for o in rows if o.verdict == options.REFUSED}
+    assert refused <= set(REFUSED)
+    for name in set(REFUSED) - refused:  # some values of it are
+        (row,) = (o for o in rows if o.name == name)
+        assert "refused" in row.note or "not those" in row.note
 
 
 @pytest.mark.parametrize("experts", [True, False])
