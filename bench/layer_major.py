@@ -20,7 +20,7 @@ import transformers
 from peft import LoraConfig, get_peft_model
 
 from kt_core import runtime
-from kt_sft import plugin
+from kt_sft import session
 from kt_sft.config import KTConfig
 from kt_sft.cpu import loss
 
@@ -60,7 +60,7 @@ def build(shape: str, layers: int, format: str) -> torch.nn.Module:
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         model.save_pretrained(path)
         del model
-        model = plugin.load_for_training(path, KTConfig(format=format), dtype=torch.bfloat16)
+        model = session.load_for_training(path, KTConfig(format=format), dtype=torch.bfloat16)
     lora = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
     model = get_peft_model(model, lora)
     model.enable_input_require_grads()

@@ -185,10 +185,10 @@ def compare(folder: Path, adapter: Path, weights: str, held: Held, costs: Costs)
     from transformers.utils.logging import disable_progress_bar
 
     from kt_core.hf import load_model
-    from kt_sft import plugin
+    from kt_sft import hooks
 
     disable_progress_bar()
-    plugin.install()
+    hooks.install()
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
     model = PeftModel.from_pretrained(load_model(folder, format=weights), str(adapter)).eval()
     questions = held.paraphrases + [item["question"] for item in held.general]

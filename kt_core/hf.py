@@ -10,6 +10,7 @@ passes the call on untouched, so stock and KT models live in one process.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Set
@@ -23,7 +24,7 @@ import transformers
 from transformers.integrations import is_fsdp_enabled
 from transformers.modeling_utils import PreTrainedModel, is_local_dist_rank_0
 
-from kt_core import experts, formats, runtime
+from kt_core import experts, formats, patches, runtime
 from kt_core.loading import checkpoint, memory, packing, prequantized, reuse
 from kt_core.loading.experts_contract import ExpertsLayout, find_experts
 from kt_core.loading.host import Host
@@ -167,16 +168,12 @@ def auto_class(config: Any) -> Any:
     return transformers.AutoModelForCausalLM  # which takes code from the checkpoint, or refuses
 
 
-_original: Callable[..., Any] | None = None
-
-
 def install() -> None:
     """Wraps `PreTrainedModel._load_pretrained_model`; a second call does nothing.
 
     Raises ImportError naming the transformers version if that function is not the one we know.
     """
-    global _original
-    if _original is not None:
+    if patches.replaced(__name__):
         return
     loader = PreTrainedModel.__dict__.get("_load_pretrained_model")
     known = isinstance(loader, staticmethod) and (
@@ -188,19 +185,17 @@ def install() -> None:
             f"transformers {transformers.__version__} loads models in a way this package does not "
             "know; install a transformers version from constraints.txt"
         )
-    _original = PreTrainedModel._load_pretrained_model
-    PreTrainedModel._load_pretrained_model = staticmethod(_load_pretrained_model)
-
-
-def uninstall() -> None:
-    """Undoes `install`; models that were loaded keep their experts."""
-    global _original
-    if _original is not None:
-        PreTrainedModel._load_pretrained_model = staticmethod(_original)
-        _original = None
+    ours = staticmethod(functools.partial(_load_pretrained_model, loader.__func__))
+    patches.replace(
+        *(PreTrainedModel, "_load_pretrained_model", ours),
+        by=__name__,
+        why="the model is on meta, its files and names are known. HfQuantizer, tried: "
+        "LLaMA-Factory refuses it under FSDP, and config.json had to be edited",
+    )
 
 
 def _load_pretrained_model(
+    original: Callable[..., Any],
     model: PreTrainedModel,
     state_dict: Mapping[str, Any] | None,
     checkpoint_files: list[str] | None,
@@ -208,10 +203,9 @@ def _load_pretrained_model(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    assert _original is not None
     asked = _active.get()
     if asked is None:
-        return _original(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
+        return original(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
     if state_dict is not None or not checkpoint_files:
         raise ValueError(
             f"{type(model).__name__} is loaded from a state_dict or a GGUF file, but experts are "
@@ -258,12 +252,17 @@ def _load_pretrained_model(
     }
     del source  # closes its files
     with host.step("loading the other weights", everywhere=True):
-        info, offload = _original(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
+        info, offload = original(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
         info.unexpected_keys -= ours
         if not is_fsdp_enabled() or is_local_dist_rank_0():  # else this process holds no weights
             _check_complete(model, info.missing_keys, where=source_name)
             _check_finite(model, where=source_name)
-    model.save_pretrained = _refuse_saving
+    patches.give(
+        *(model, "save_pretrained", _refuse_saving),
+        of="our models",
+        by=__name__,
+        why="would write a checkpoint without experts",
+    )
     return info, offload
 
 

@@ -42,6 +42,15 @@ def _adapt(module: ModuleType) -> None:
     whatever happens in there.
     """
     try:
+        patches = importlib.import_module("kt_core.patches")
+        if any(patch.owner is module for patch in patches.replaced()):
+            return
+        finder = next(finder for finder in sys.meta_path if isinstance(finder, _Finder))
+        patches.inserted(
+            *(sys.meta_path, finder, "sys.meta_path"),
+            by=__name__,
+            why="torch's autoload runs before LLaMA-Factory exists",
+        )
         adapters = importlib.import_module("kt_sft.llamafactory.seam")
         getattr(adapters, _HOOKS[module.__name__])(module)
     except Exception as error:

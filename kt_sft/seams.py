@@ -1,4 +1,4 @@
-"""Arguments of replaced functions that this package does not know.
+"""Functions of ours in the place of other libraries', and arguments that they do not know.
 
 What stands in front of a function of another library hands on whatever it is given, by name where
 it does not list it itself. Where it does the work itself there is nobody to hand on to: an argument
@@ -7,10 +7,52 @@ of a newer version that would be ignored is refused.
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import inspect
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
+
+from kt_core import patches
+
+
+def wrap(
+    owner: Any,
+    name: str,
+    replacement: Callable[..., Any],
+    expected: str,
+    *,
+    by: str,
+    why: str,
+    what: str | None = None,
+) -> None:
+    """Puts `replacement(original, ...)` in the place of owner.name until patches.restore().
+
+    expected: what the names of its first parameters must be, separated by spaces. Raises
+    RuntimeError where they are others. The rest is as in patches.replace.
+    """
+    stored = inspect.getattr_static(owner, name)
+    function = stored.__func__ if isinstance(stored, classmethod) else stored
+    expect(function, expected)
+    hooked = functools.wraps(function)(by_name(function, replacement))
+    vars(hooked)["kt_replacement"] = replacement
+    ours = classmethod(hooked) if isinstance(stored, classmethod) else hooked
+    patches.replace(owner, name, ours, by=by, why=why, what=what)
+
+
+def expect(function: Callable[..., Any], names: str) -> None:
+    """Raises RuntimeError, naming the library's version, if the first parameters of one of its
+    functions are not called `names`.
+    """
+    wanted = names.split()
+    found = list(inspect.signature(function).parameters)[: len(wanted)]
+    if found != wanted:
+        library = function.__module__.partition(".")[0]
+        raise RuntimeError(
+            f"{function.__module__}.{function.__qualname__} of {library} "
+            f"{importlib.metadata.version(library)} takes {found}, not {wanted}; this version is "
+            f"not supported, install a {library} from constraints.txt"
+        )
 
 
 def by_name(original: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from kt_core import atomic
 from kt_core.module import KTExpertsLinear
-from kt_sft import plugin
+from kt_sft import hooks
 from kt_sft.report.stats import check_gradients, count_trainable
 
 # What `accelerate launch --config_file accelerate_configs/fsdp2.yaml` puts into the environment.
@@ -60,7 +60,7 @@ def train(patch, args, engine="kernels", fsdp=None, zero=None, act=None, common_
 
     rank = distributed.get_rank()
     cases.use(engine, patch)
-    plugin.install()
+    hooks.install()
     dtypes = set()
     if fsdp is not None:
         os.environ.update(FSDP2 | fsdp)

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from kt_core import adapters, hf
 from kt_core.loading import experts_contract
-from kt_sft import plugin
+from kt_sft import session
 from kt_sft.config import LORA_GROUPS, KTConfig
 from kt_sft.lora import adapter_io, model_parts, stock_peft, targets
 
@@ -109,9 +109,9 @@ def train(
     if not base.exists():
         build(family, base)
     settings = KTConfig(format="bf16", export_layout=export_layout)
-    with plugin.loading(settings):
+    with session.loading(settings):
         model = family.cls.from_pretrained(base, dtype=torch.float32, attn_implementation="eager")
-    plugin.prepare(model)
+    session.prepare(model)
     found = tuple(g for g in LORA_GROUPS if _has(model, g))
     torch.manual_seed(3)
     config = LoraConfig(
@@ -181,9 +181,9 @@ def ours(trained: Trained, directory: Path, base: Path | None = None) -> float:
 def continued(trained: Trained, directory: Path, base: Path, family: families.Family) -> float:
     """The error of the adapter on the class of `family`, loaded to go on training."""
     settings = KTConfig(format="bf16")
-    with plugin.loading(settings):
+    with session.loading(settings):
         model = family.cls.from_pretrained(base, dtype=torch.float32, attn_implementation="eager")
-    plugin.prepare(model)
+    session.prepare(model)
     tuned = PeftModel.from_pretrained(model, directory, is_trainable=True)
     return error(logits(tuned.eval()), trained.logits)
 

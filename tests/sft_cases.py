@@ -20,7 +20,7 @@ import torch
 from packaging.version import Version
 from peft import LoraConfig, get_peft_model
 
-from kt_sft import plugin
+from kt_sft import session
 from kt_sft.config import KTConfig
 
 STOCK_HAS_EXPERTS = pytest.mark.skipif(
@@ -50,7 +50,7 @@ def use(engine: str, monkeypatch) -> None:
 
 def load(path: Path, **config: object):
     """The checkpoint with its experts on the CPU, ready for training, everything else in fp32."""
-    return plugin.load_for_training(
+    return session.load_for_training(
         str(path), KTConfig(**({"format": "bf16"} | config)), dtype=torch.float32
     )
 
@@ -97,8 +97,8 @@ def stock(script: str, *args: object) -> str:
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": str(TESTS),
     }
-    # this module imports the plugin, which installs them
-    script = f"from kt_sft import plugin; plugin.uninstall()\n{script}"
+    # this module imports the session, which installs them
+    script = f"from kt_sft import hooks, session; hooks.uninstall()\n{script}"
     done = subprocess.run(
         [sys.executable, "-c", script, *map(str, args)], env=env, capture_output=True, text=True
     )

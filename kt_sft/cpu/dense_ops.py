@@ -21,6 +21,11 @@ from peft.tuners.lora.layer import Linear as LoraLinear
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from kt_core import patches
+from kt_sft import seams
+
+_WHY = "fewer operators on CPUs, in our models only"
+
 
 def use(model: nn.Module) -> None:
     """From now on `model`, loaded for training, computes its norms, rotary embeddings and LoRA
@@ -28,7 +33,7 @@ def use(model: nn.Module) -> None:
     """
     for module in model.modules():
         if type(module) is LoraLinear:
-            module.__class__ = _LoraLinear
+            _turn_into(module, _LoraLinear)
         elif isinstance(module, _RmsNorm | _Attention):
             continue
         elif type(module).__name__.endswith("RMSNorm") and _is_rms_norm(module):
@@ -39,7 +44,16 @@ def use(model: nn.Module) -> None:
 
 def _become(module: nn.Module, mixin: type[nn.Module]) -> None:
     kind = type(module)
-    module.__class__ = type(kind.__name__, (mixin, kind), {"__module__": kind.__module__})
+    _turn_into(module, type(kind.__name__, (mixin, kind), {"__module__": kind.__module__}))
+
+
+def _turn_into(module: nn.Module, kind: type[nn.Module]) -> None:
+    patches.give(
+        *(module, "__class__", kind),
+        of="their norms, attentions, LoRA linears",
+        by=__name__,
+        why=_WHY,
+    )
 
 
 def _plain(*tensors: Tensor) -> bool:
@@ -135,20 +149,21 @@ _here = _Here()
 
 def _rotates(module: nn.Module) -> bool:
     """Whether the module's file has the usual apply_rotary_pos_emb; `_rotary` stands there then."""
-    from kt_sft import plugin
-
     modeling: Any = sys.modules[type(module).__module__]
     function: Callable[..., Any] | None = getattr(modeling, "apply_rotary_pos_emb", None)
-    names = ["q", "k", "cos", "sin"]
-    if function is None or list(inspect.signature(function).parameters)[:4] != names:
+    names = "q k cos sin"
+    if function is None or list(inspect.signature(function).parameters)[:4] != names.split():
         return False
-    if hasattr(function, "kt_rotates"):
+    if vars(function).get("kt_replacement") is _rotary:
         return True
     if not _is_rotary(function):
         return False
-    plugin.install()
-    plugin.wrap(modeling, "apply_rotary_pos_emb", _rotary, names)
-    modeling.apply_rotary_pos_emb.kt_rotates = True
+    seams.wrap(
+        *(modeling, "apply_rotary_pos_emb", _rotary, names),
+        by=__name__,
+        why=_WHY,
+        what="apply_rotary_pos_emb",
+    )
     return True
 
 

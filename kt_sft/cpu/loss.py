@@ -27,7 +27,7 @@ def in_blocks(model: Any) -> None:
     from transformers.loss.loss_utils import ForCausalLMLoss
 
     if model.loss_function is ForCausalLMLoss:
-        model.loss_function = causal_loss
+        model.loss_function = causal_loss  # a public setter of transformers
 
 
 def causal_loss(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -92,7 +92,7 @@ def with_our_keys(base: Any) -> Any:
     return replaced
 
 
-def one_option_each(module: Any) -> None:
+def one_option_each(module: Any, replace: Callable[[Any, str, Any], None]) -> None:
     """A parser takes every option once. 0.9.6 has a dataclass of its own with the option kt_config
     in its lists of arguments for inference and evaluation, KTransformers' transformers has one in
     TrainingArguments: beside our ModelArguments the field stays, but is no option any more.
@@ -107,6 +107,8 @@ def one_option_each(module: Any) -> None:
             if kind is not module.ModelArguments and twice:
                 if kind not in replaced:
                     replaced[kind] = _without_options(kind, twice)
+                    # where pickle looks; restoring it there restores the lists
+                    replace(sys.modules[kind.__module__], kind.__name__, replaced[kind])
                 kinds[at] = replaced[kind]
 
 
@@ -119,5 +121,4 @@ def _without_options(kind: Any, fields: list[dataclasses.Field[Any]]) -> Any:
     silent = [(f.name, f.type, dataclasses.field(default=None, init=False)) for f in fields]
     replaced = dataclasses.make_dataclass(kind.__name__, silent, bases=(kind,))
     replaced.__module__, replaced.__qualname__ = kind.__module__, kind.__qualname__
-    setattr(sys.modules[kind.__module__], kind.__name__, replaced)  # where pickle looks
     return replaced

@@ -138,9 +138,9 @@ def check_load(model_args: Any) -> None:
             f"infer_backend={model_args.infer_backend} does not know experts in CPU memory; set "
             "infer_backend: huggingface"
         )
-    from kt_sft import plugin
+    from kt_sft import hooks
 
-    plugin.install()
+    hooks.install()
     if Path(model_args.model_name_or_path).is_dir():  # else when it has been downloaded
         prequantized.refuse_directory(model_args.model_name_or_path)
 

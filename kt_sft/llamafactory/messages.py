@@ -10,6 +10,8 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
+from kt_core import patches
+
 
 def show_log(training_args: Any) -> None:
     """Lines of the "kt" logger appear once per machine, unless logging was set up by somebody."""
@@ -50,5 +52,9 @@ class _Sentences:
 def print_sentences() -> None:
     """Has errors that were raised for the user printed as their sentence; again is harmless."""
     if not isinstance(sys.excepthook, _Sentences):
-        sys.excepthook = _Sentences(sys.excepthook)
+        patches.replace(
+            *(sys, "excepthook", _Sentences(sys.excepthook)),
+            by=__name__,
+            why="errors for the user are their one sentence",
+        )
     importlib.import_module("kt_core.runtime")  # reads KT_LOG

@@ -24,12 +24,15 @@ from typing import Any
 
 import torch
 
-from kt_core import hf
+from kt_core import hf, patches
+from kt_sft import seams, session
 from kt_sft.cpu import dense_ops, loss, precision
 from kt_sft.llamafactory import arguments, checks, messages, stages
 from kt_sft.llamafactory.arguments import as_stock, is_kt_run, settings_of
 from kt_sft.report import trainer_log
 from kt_sft.run import layer_major
+
+_replace = functools.partial(patches.replace, by=__name__, why="`use_kt` of a stock installation")
 
 # Parsers of runs that other libraries train, and the variables that choose them.
 _OTHER_TRAINERS = {
@@ -40,15 +43,15 @@ _OTHER_TRAINERS = {
 
 def adapt_model_args(module: Any) -> None:
     """ModelArguments gains our keys."""
-    module.ModelArguments = arguments.with_our_keys(module.ModelArguments)
+    _replace(module, "ModelArguments", arguments.with_our_keys(module.ModelArguments))
 
 
 def adapt_parser(module: Any) -> None:
     """Checks use_kt runs at the first moment their arguments exist."""
-    _expect(module._check_extra_dependencies, ["model_args", "finetuning_args"])
+    seams.expect(module._check_extra_dependencies, "model_args finetuning_args")
     parse_train = module._parse_train_args
     check, get_train_args = module._check_extra_dependencies, module.get_train_args
-    arguments.one_option_each(module)
+    arguments.one_option_each(module, _replace)
 
     @functools.wraps(parse_train)
     def parse_train_args(*args: Any, **kw: Any) -> Any:
@@ -114,19 +117,19 @@ def adapt_parser(module: Any) -> None:
 
     for name, variable in _OTHER_TRAINERS.items():
         if name in vars(module):
-            setattr(module, name, without_kt(vars(module)[name], variable))
-    module._parse_train_args = parse_train_args
-    module._parse_infer_args = checked_load(module._parse_infer_args)
-    module._parse_eval_args = checked_load(module._parse_eval_args)
-    module._check_extra_dependencies = check_extra_dependencies
-    module.get_train_args = checked_train_args
+            _replace(module, name, without_kt(vars(module)[name], variable))
+    _replace(module, "_parse_train_args", parse_train_args)
+    _replace(module, "_parse_infer_args", checked_load(module._parse_infer_args))
+    _replace(module, "_parse_eval_args", checked_load(module._parse_eval_args))
+    _replace(module, "_check_extra_dependencies", check_extra_dependencies)
+    _replace(module, "get_train_args", checked_train_args)
 
 
 def adapt_loader(module: Any) -> None:
     """load_model of a use_kt run keeps the experts in CPU memory."""
     original = module.load_model
-    _expect(original, ["tokenizer", "model_args", "finetuning_args", "is_trainable"])
-    module.init_adapter = _with_kt_adapter(module.init_adapter)
+    seams.expect(original, "tokenizer model_args finetuning_args is_trainable")
+    _replace(module, "init_adapter", _with_kt_adapter(module.init_adapter))
 
     @functools.wraps(original)
     def load_model(
@@ -141,8 +144,6 @@ def adapt_loader(module: Any) -> None:
             return original(tokenizer, model_args, finetuning_args, is_trainable, *args, **kw)
         from transformers import PreTrainedModel
 
-        from kt_sft import plugin
-
         config = settings_of(model_args)
         checks.check_adapters(model_args)
         hub = {
@@ -156,27 +157,27 @@ def adapt_loader(module: Any) -> None:
         # `all` picks by class and leaf name, and in some families the router is a Linear
         router = finetuning_args.lora_target != ["all"]
         again = not is_trainable  # a reference or reward model, beside the one that is trained
-        with plugin.loading(config, router=router, again=again), as_stock(model_args):
+        with session.loading(config, router=router, again=again), as_stock(model_args):
             model = original(tokenizer, model_args, finetuning_args, is_trainable, *args, **kw)
         if config.dense_dtype == "fp32":
             precision.widen(model)
             dense_ops.use(model)
         base = next(m for m in model.modules() if isinstance(m, PreTrainedModel))
-        plugin.prepare(base)
+        session.prepare(base)
         loss.in_blocks(base)
         if is_trainable:
             reentrant = config.activation == "recompute" and model_args.use_reentrant_gc
             stages.check_model(model, model_args, finetuning_args, reentrant=reentrant)
         return model
 
-    module.load_model = load_model
+    _replace(module, "load_model", load_model)
 
 
 def _with_kt_adapter(init_adapter: Callable[..., Any]) -> Callable[..., Any]:
     """The adapter of a model that is not trained stays beside the weights, into which stock merges
     it; it is in fp32 then as it is in training, so a frozen reference equals its policy.
     """
-    _expect(init_adapter, ["config", "model", "model_args", "finetuning_args", "is_trainable"])
+    seams.expect(init_adapter, "config model model_args finetuning_args is_trainable")
 
     @functools.wraps(init_adapter)
     def with_kt_adapter(
@@ -210,12 +211,14 @@ def _with_kt_adapter(init_adapter: Callable[..., Any]) -> Callable[..., Any]:
 
 def adapt_tuner(module: Any) -> None:
     """use_kt runs get our callbacks, and their numbers a place in trainer_log.jsonl."""
-    module.LogCallback = trainer_log.with_our_keys(module.LogCallback)
-    module.run_sft = stages.without_asking(module.run_sft)
-    module.export_model = _with_kt_export(module)
+    _replace(module, "LogCallback", trainer_log.with_our_keys(module.LogCallback))
+    _replace(module, "export_model", _with_kt_export(module))
     for stage in stages.STAGES:
         name = f"run_{stage}"
-        setattr(module, name, _with_callback(vars(module)[name]))
+        run = vars(module)[name]
+        _replace(
+            module, name, _with_callback(stages.without_asking(run) if name == "run_sft" else run)
+        )
 
 
 def _with_kt_export(module: Any) -> Callable[..., None]:
@@ -274,12 +277,3 @@ def _device() -> str:
     return (
         str(torch.accelerator.current_accelerator()) if torch.accelerator.is_available() else "cpu"
     )
-
-
-def _expect(function: Callable[..., Any], names: list[str]) -> None:
-    found = list(inspect.signature(function).parameters)[: len(names)]
-    if found != names:
-        raise RuntimeError(
-            f"{function.__module__}.{function.__name__} takes {found}, not {names}; this "
-            "LLaMA-Factory is not supported, install 0.9.5"
-        )

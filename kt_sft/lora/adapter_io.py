@@ -1,6 +1,6 @@
 """What peft does differently on a model with CPU experts: injecting, saving and loading an adapter.
 
-Each function here takes the place of a peft method (see plugin.py) and hands every other model to
+Each function here takes the place of a peft method (see hooks.py) and hands every other model to
 the original.
 
 Saving is one transaction: tensors are checked against the model's trained parameters, written in

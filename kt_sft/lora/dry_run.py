@@ -1,7 +1,7 @@
 """An adapter is saved once on the meta device as soon as it has been created, before anything is
 trained: an option that could only fail at the first save ends the run here.
 
-The functions `created` and `added` take the place of peft's (see plugin.py).
+The functions `created` and `added` take the place of peft's (see hooks.py).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What peft and transformers do with an adapter that LoRA on experts in CPU memory cannot take part
 in: refused in one sentence, before anything has changed, with the way that is.
 
-Each function here takes the place of one of theirs (see plugin.py) and hands models without such
+Each function here takes the place of one of theirs (see hooks.py) and hands models without such
 LoRA to the original.
 """
 

@@ -48,7 +48,7 @@ def adapter_of(base: KTExpertsLinear) -> ExpertAdapter:
     except LookupError:
         raise RuntimeError(
             "expert LoRA layers are created by peft through get_peft_model or add_adapter, with "
-            "kt_sft.plugin installed"
+            "kt_sft.session imported"
         ) from None
 
 

@@ -20,6 +20,8 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from kt_core import patches
+
 log = logging.getLogger("kt")
 
 
@@ -51,8 +53,12 @@ def retain_experts(model: Any) -> None:
             gradient_checkpointing_func = _keeping(gradient_checkpointing_func)
         original(enable, gradient_checkpointing_func, *args, **kw)
 
-    # On this object only: other models of the process keep transformers' method.
-    object.__setattr__(model, "_set_gradient_checkpointing", set_gradient_checkpointing)
+    patches.give(
+        *(model, "_set_gradient_checkpointing", set_gradient_checkpointing),
+        of="our models",
+        by=__name__,
+        why="LLaMA-Factory gives no context_fn",
+    )
     for module in model.modules():
         if "_gradient_checkpointing_func" in vars(module):
             module._gradient_checkpointing_func = _keeping(module._gradient_checkpointing_func)

@@ -21,6 +21,7 @@ from peft.tuners.lora.layer import Linear as LoraLinear
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from kt_core import patches
 from kt_core.experts import Experts
 from kt_core.loading.parts import ExpertTensor
 from kt_core.module import KTExpertsLinear, by_token
@@ -97,7 +98,12 @@ def as_merged(model: nn.Module) -> Iterator[None]:
             elif isinstance(module, LoraLinear):
                 replaced = _linear_forward(module)
             if replaced is not None:
-                module.forward = replaced
+                patches.give(
+                    *(module, "forward", replaced),
+                    of="their experts and LoRA linears",
+                    by=__name__,
+                    why="held-out losses of merged weights",
+                )
                 changed.append(module)
         yield
     finally:

@@ -1,6 +1,6 @@
 """Measures every logging interval of a run (see trainer_log.KEYS) and draws the experts' load.
 
-`log` stands in the place of transformers' Trainer.log (plugin.py): it puts the numbers into the
+`log` stands in the place of transformers' Trainer.log (hooks.py): it puts the numbers into the
 Trainer's own entry before any reporter sees it. All ranks log at the same steps and run the same
 two collectives there.
 """

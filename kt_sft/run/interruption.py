@@ -1,6 +1,6 @@
 """Runs that can be interrupted: checkpoints that are whole or absent, and signals that save one.
 
-The functions stand in the place of methods of transformers' Trainer (plugin.py) and act on runs
+The functions stand in the place of methods of transformers' Trainer (hooks.py) and act on runs
 that have a `SafeStop` among their callbacks.
 
 A checkpoint is written below `.kt-saving` and renamed when it is complete and on the disk, so a
@@ -32,7 +32,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
-from kt_core import atomic
+from kt_core import atomic, patches
 from kt_sft.lora.adapter_io import NotWrittenError
 from kt_sft.op import position
 from kt_sft.ranks.collective import joined, over_ranks
@@ -210,7 +210,12 @@ def save_checkpoint(
         shutil.rmtree(staging, ignore_errors=True)
     _wait()
     mark = staging / "seen-by-rank-0"
-    trainer._get_output_dir = lambda *args, **kw: os.fspath(staging)
+    patches.give(
+        *(trainer, "_get_output_dir", lambda *args, **kw: os.fspath(staging)),
+        of="a Trainer that saves",
+        by=__name__,
+        why="a checkpoint gets its name when it is whole",
+    )
     try:
         if state.is_world_process_zero:
             staging.mkdir(parents=True, exist_ok=True)

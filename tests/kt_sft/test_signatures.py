@@ -12,8 +12,8 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 
-from kt_core import hf
-from kt_sft import plugin, seams
+from kt_core import hf, patches
+from kt_sft import hooks, seams, session
 from kt_sft.llamafactory import seam, stages
 
 FREE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -21,11 +21,10 @@ FREE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 def replaced():
     """(name, original, ours) of everything that install() puts in place."""
-    plugin.install()
-    for owner, name, _ in plugin._installed:
-        found = inspect.getattr_static(owner, name)
-        hooked = found.__func__ if isinstance(found, classmethod | staticmethod) else found
-        yield f"{owner.__name__}.{name}", hooked.__wrapped__, hooked.kt_replacement
+    hooks.install()
+    for patch in patches.replaced("kt_sft.hooks"):
+        hooked = patch.ours.__func__ if isinstance(patch.ours, classmethod) else patch.ours
+        yield patch.what, hooked.__wrapped__, hooked.kt_replacement
 
 
 class Spy:
@@ -95,10 +94,10 @@ def test_wrong_arguments_are_named_by_the_original():
 
 def test_peft_is_called_by_position(base, tmp_path):
     """As its own documentation lists the arguments; autocast_adapter_dtype is the sixth."""
-    model = plugin.load_for_training(base, dtype=torch.bfloat16)
+    model = session.load_for_training(base, dtype=torch.bfloat16)
     get_peft_model(model, LoraConfig(target_modules=["q_proj"], r=2)).save_pretrained(tmp_path)
     for autocast, dtype in ((True, torch.float32), (False, torch.bfloat16)):
-        fresh = plugin.load_for_training(base, dtype=torch.bfloat16)
+        fresh = session.load_for_training(base, dtype=torch.bfloat16)
         tuned = PeftModel.from_pretrained(fresh, tmp_path, "default", True, None, autocast)
         assert {p.dtype for p in tuned.parameters() if p.requires_grad} == {dtype}
 
@@ -132,7 +131,7 @@ def test_the_loader_hands_on_what_it_does_not_know():
 
 def test_an_argument_that_would_be_ignored_is_refused(base, tmp_path):
     plain = {"low_cpu_mem_usage": False, "token": None, "a_new_switch": False}
-    model = plugin.load_for_training(base, dtype=torch.float32)
+    model = session.load_for_training(base, dtype=torch.float32)
     tuned = get_peft_model(model, LoraConfig(target_modules=["q_proj", "gate_proj"], r=2))
     tuned.save_pretrained(tmp_path / "adapter", a_new_switch=None)
     with pytest.raises(ValueError, match="save_pretrained: a_new_switch=3 of peft .* leave it out"):
@@ -141,21 +140,21 @@ def test_an_argument_that_would_be_ignored_is_refused(base, tmp_path):
     tuned.load_adapter(tmp_path / "adapter", "second", **plain)
     with pytest.raises(ValueError, match="load_adapter: key_mapping={'a': 'b'} of peft"):
         tuned.load_adapter(tmp_path / "adapter", "third", key_mapping={"a": "b"})
-    fresh = plugin.load_for_training(base, dtype=torch.float32)
+    fresh = session.load_for_training(base, dtype=torch.float32)
     with pytest.raises(ValueError, match="is not known for a model with experts"):
         PeftModel.from_pretrained(fresh, tmp_path / "adapter", a_new_switch="on")
 
 
 def test_checkpointing_of_every_nth_layer_reaches_transformers(base):
     """transformers from 5.16 on passes `every_n_layers`; older ones checkpoint every layer."""
-    model = plugin.load_for_training(base)
+    model = session.load_for_training(base)
     given = {}
     taken = inspect.signature(type(model)._set_gradient_checkpointing).parameters
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             type(model), "_set_gradient_checkpointing", lambda self, *a, **kw: given.update(kw)
         )
-        other = plugin.load_for_training(base)
+        other = session.load_for_training(base)
         other._set_gradient_checkpointing(enable=True, every_n_layers=2)
     assert given == {"every_n_layers": 2}
     model.gradient_checkpointing_enable()  # as this version calls it

@@ -23,7 +23,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from kt_core import experts, hf
+from kt_core import experts, hf, patches
 from kt_core.loading import checkpoint
 from kt_core.loading.experts_contract import find_experts
 from kt_core.loading.parts import CheckpointFiles, ExpertRequest
@@ -286,18 +286,18 @@ def test_other_threads_load_stock_models(tmp_path, slow):
 
 def test_install_is_idempotent_and_uninstall_restores():
     cls = transformers.PreTrainedModel
-    hf.uninstall()
+    patches.restore("kt_core.hf")
     original = cls._load_pretrained_model
     hf.install()
     wrapped = cls._load_pretrained_model
     hf.install()
     assert cls._load_pretrained_model is wrapped is not original
-    hf.uninstall()
+    patches.restore("kt_core.hf")
     assert cls._load_pretrained_model is original
 
 
 def test_an_unknown_transformers_is_named(monkeypatch):
-    hf.uninstall()
+    patches.restore("kt_core.hf")
     monkeypatch.setattr(
         transformers.PreTrainedModel, "_load_pretrained_model", staticmethod(lambda files: None)
     )

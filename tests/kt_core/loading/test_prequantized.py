@@ -17,7 +17,7 @@ from kt_core import adapters, hf
 from kt_core.loading import prequantized
 from kt_core.serve import loading
 from kt_core.settings import ExpertSettings
-from kt_sft import plugin
+from kt_sft import session
 
 # quant_method, further contents of quantization_config, what the sentence calls it
 METHODS = [
@@ -67,7 +67,7 @@ def readers(path, tmp_path):
     """Everything that takes a checkpoint, by name."""
     return {
         "load_model": lambda: hf.load_model(path),
-        "load_for_training": lambda: plugin.load_for_training(str(path)),
+        "load_for_training": lambda: session.load_for_training(str(path)),
         "serve": lambda: loading.check(str(path), None, [], ExpertSettings()),
         "merge": lambda: adapters.merge(path, tmp_path / "no adapter", tmp_path / "merged"),
     }
@@ -126,7 +126,7 @@ def test_a_part_of_a_model_may_be_quantized(part, key):
 
 @pytest.mark.parametrize("key", ["quantization_config", "load_in_4bit", "gguf_file"])
 def test_a_quantizer_of_transformers_is_not_asked_for(base, key):
-    for load in (hf.load_model, plugin.load_for_training):
+    for load in (hf.load_model, session.load_for_training):
         with pytest.raises(
             ValueError, match=f"{key} asks transformers for quantized weights.*int8"
         ):

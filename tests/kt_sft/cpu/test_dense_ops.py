@@ -14,11 +14,12 @@ import torch
 import transformers
 from torch import nn
 
+from kt_core import patches
 from kt_sft.cpu import dense_ops
 
 
 @pytest.fixture
-def plain(monkeypatch):
+def plain():
     """Modules of transformers as they were, after the test."""
 
     def model(family="mixtral", **lora):
@@ -28,9 +29,6 @@ def plain(monkeypatch):
             dtype=torch.float32,
             experts_implementation="eager",
         )
-        modeling = sys.modules[type(base).__module__]
-        if hasattr(modeling, "apply_rotary_pos_emb"):
-            monkeypatch.setattr(modeling, "apply_rotary_pos_emb", modeling.apply_rotary_pos_emb)
         targets = ["q_proj", "k_proj", "v_proj", "o_proj"]
         if family.startswith("deepseek"):
             targets = ["kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
@@ -43,7 +41,8 @@ def plain(monkeypatch):
                 nn.init.normal_(p, mean=1, std=0.2)
         return found.train()
 
-    return model
+    yield model
+    patches.restore("kt_sft.cpu.dense_ops")
 
 
 @pytest.fixture

@@ -82,7 +82,7 @@ def test_an_option_that_theirs_has_too_is_parsed_once(root, theirs):
     module = _parser_module(theirs)
     with pytest.raises(Exception, match="conflicting option string"):  # what users saw
         HfArgumentParser(module._INFER_ARGS)
-    arguments.one_option_each(module)
+    arguments.one_option_each(module, setattr)
     words = ["--model_name_or_path", str(root / "model"), "--warmup", "5"]
     for kinds in (module._INFER_ARGS, module._TRAIN_ARGS):
         for given, expected in (([], None), (["--kt_config", "{}"], "{}")):

@@ -25,9 +25,10 @@ import json, sys, torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 from sft_cases import token_ids
-import kt_sft.plugin
-kt_sft.plugin.uninstall()  # its import installs the hooks
-assert not kt_sft.plugin._installed
+from kt_core import patches
+from kt_sft import hooks
+hooks.uninstall()  # sft_cases' import installs them
+assert not patches.replaced()
 for name, (model, adapter) in json.loads(sys.argv[1]).items():
     stock = AutoModelForCausalLM.from_pretrained(
         model, dtype=torch.float32, experts_implementation="eager"

@@ -10,11 +10,9 @@ import pytest
 import sft_cases as cases
 import torch
 from peft import LoraConfig, get_peft_model
-from peft.tuners.lora import LoraModel
 from transformers import AutoModelForCausalLM
 
 from kt_core.module import KTExpertsLinear
-from kt_sft import plugin
 from kt_sft.lora.layer import KTExpertsLoraLinear
 
 SUBSETS = [
@@ -310,18 +308,6 @@ def test_stock_and_kt_models_in_one_process(reference, tmp_path):
     plain = get_peft_model(after, LoraConfig(r=4, target_modules=[], target_parameters=fused))
     assert sum("experts" in n for n in cases.trained(plain)) == 8
     assert not _layers(plain) and _layers(model)
-
-
-def test_uninstall_puts_the_originals_back(reference, tmp_path):
-    plugin.uninstall()
-    original = LoraModel.inject_adapter
-    assert "inject_adapter" in original.__qualname__
-    plugin.install()
-    plugin.install()
-    assert LoraModel.inject_adapter is not original
-    plugin.uninstall()
-    assert LoraModel.inject_adapter is original
-    plugin.install()
 
 
 def test_packed_weights_do_not_merge(reference, tmp_path):

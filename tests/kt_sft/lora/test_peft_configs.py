@@ -294,10 +294,10 @@ FIRST = """
 import json, sys
 from peft import PeftModel
 import slow_experts, pytest, sft_cases as cases, torch
-from kt_sft import plugin
+from kt_sft import session
 model, adapter, want = {arguments}
 slow_experts.patch(pytest.MonkeyPatch())
-tuned = PeftModel.from_pretrained(plugin.load_for_training(model, dtype=torch.float32), adapter)
+tuned = PeftModel.from_pretrained(session.load_for_training(model, dtype=torch.float32), adapter)
 assert torch.equal(cases.logits(tuned, cases.token_ids()), torch.load(want))
 """
 

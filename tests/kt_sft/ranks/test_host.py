@@ -25,7 +25,7 @@ import transformers
 from rank_group import RankGroup
 
 from kt_core.loading import checkpoint, shared
-from kt_sft import plugin
+from kt_sft import session
 from kt_sft.config import KTConfig
 from kt_sft.ranks import host
 
@@ -155,7 +155,7 @@ def test_the_memory_of_two_ranks_is_that_of_one_copy(tmp_path, two_ranks):
 
 
 def _again(path, **config):
-    with plugin.loading(KTConfig(**config), again=True):
+    with session.loading(KTConfig(**config), again=True):
         return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
 
 
