@@ -180,6 +180,13 @@ py::tuple bind_topology(const std::string& root, const std::optional<std::vector
   return py::make_tuple(t.threads, nodes);
 }
 
+// [(directory, of version 2), ...] of a controller's cgroups, this process's own first.
+py::list bind_cgroups(const std::string& controller, const std::string& root) {
+  py::list out;
+  for (const Cgroup& c : cgroups(controller, root)) out.append(py::make_tuple(c.directory, c.v2));
+  return out;
+}
+
 // How a machine's nodes, below a root, would share threads and slices: [(id, cpus, threads, first
 // slice, end), ...] of the `count` nodes with the most CPUs.
 py::list bind_share(const std::string& root, const std::vector<int>& cpus, size_t count,
@@ -209,6 +216,7 @@ void bind_machine(py::module_& m) {
   m.def("tiles_refused", &tiles_refused);
   m.def("allowed_cpus", [] { return allowed_cpus(); });
   m.def("topology", &bind_topology, py::arg("root") = "/", py::arg("cpus") = py::none());
+  m.def("cgroups", &bind_cgroups, py::arg("controller"), py::arg("root") = "/");
   m.def("threads", &threads);
   m.def(
       "set_threads", [](int n) { set_threads(n); }, py::arg("n"),

@@ -55,57 +55,54 @@ std::vector<int> id_list(const std::string& s) {
   return out;
 }
 
-// -- quota
+// -- cgroups
 
 struct Mount {
   std::string top;    // the cgroup that the mount shows at its point
   std::string point;  // the directory, `root` included
 };
 
-// Where the cgroups of one version are mounted; of version 1, those of the cpu controller.
-std::vector<Mount> cgroup_mounts(const std::string& root, bool v2) {
+// Where the cgroups of one version are mounted; of version 1, those of the controller.
+std::vector<Mount> cgroup_mounts(const std::string& root, const std::string& controller, bool v2) {
   std::vector<Mount> out;
   // id parent device top point options [tags ...] - type source options
   for (const std::string& line : split(text(root + "/proc/self/mountinfo"), '\n')) {
     const std::vector<std::string> words = split(line, ' ');
     const auto dash = std::find(words.begin(), words.end(), "-");
     if (dash - words.begin() < 6 || words.end() - dash < 4) continue;
-    if (v2 ? dash[1] == "cgroup2" : dash[1] == "cgroup" && contains(split(dash[3], ','), "cpu"))
+    if (v2 ? dash[1] == "cgroup2"
+           : dash[1] == "cgroup" && contains(split(dash[3], ','), controller))
       out.push_back({prefix(words[3]), root + words[4]});
   }
-  if (out.empty()) out.push_back({"", root + (v2 ? "/sys/fs/cgroup" : "/sys/fs/cgroup/cpu")});
+  if (out.empty()) out.push_back({"", root + "/sys/fs/cgroup" + (v2 ? "" : "/" + controller)});
   return out;
 }
 
-double quota_in(const std::string& group, bool v2) {
-  std::istringstream in(v2 ? text(group + "/cpu.max")
-                           : text(group + "/cpu.cfs_quota_us") +
-                                 text(group + "/cpu.cfs_period_us"));
-  double quota = 0, period = 0;  // microseconds; "max" and -1 are no quota
-  return in >> quota >> period && quota > 0 && period > 0 ? quota / period : kNoQuota;
-}
-
-// The least quota from the mount's point down to the cgroup `path` below it ("" or "/a/b").
-double quota_down_to(const std::string& point, std::string path, bool v2) {
-  double least = quota_in(point, v2);
-  for (path = prefix(path); !path.empty(); path.resize(path.rfind('/')))
-    least = std::min(least, quota_in(point + path, v2));
-  return least;
-}
-
-double quota_of(const std::string& root, const std::string& path, bool v2) {
-  const std::vector<Mount> mounts = cgroup_mounts(root, v2);
-  double least = kNoQuota;
+// Directories from that of the cgroup `path` up to the mount's point.
+void add_cgroups(const std::string& root, const std::string& controller, const std::string& path,
+                 bool v2, std::vector<Cgroup>& out) {
+  const std::vector<Mount> mounts = cgroup_mounts(root, controller, v2);
   bool seen = false;
   for (const Mount& m : mounts) {
     // A container may show its own cgroup as the mount's top, yet name it by the host's path.
     const bool below = (path + "/").rfind(m.top + "/", 0) == 0;
     if (!below || path.find("/..") != std::string::npos) continue;
-    least = std::min(least, quota_down_to(m.point, path.substr(m.top.size()), v2));
+    std::string inside = prefix(path.substr(m.top.size()));  // "" or "/a/b"
+    for (; !inside.empty(); inside.resize(inside.rfind('/'))) out.push_back({m.point + inside, v2});
+    out.push_back({m.point, v2});
     seen = true;
   }
   // Our cgroup lies outside of what is mounted: the mount's top is as near as we can see.
-  return seen ? least : quota_in(mounts[0].point, v2);
+  if (!seen) out.push_back({mounts[0].point, v2});
+}
+
+double quota_in(const Cgroup& group) {
+  const std::string& at = group.directory;
+  std::istringstream in(group.v2
+                            ? text(at + "/cpu.max")
+                            : text(at + "/cpu.cfs_quota_us") + text(at + "/cpu.cfs_period_us"));
+  double quota = 0, period = 0;  // microseconds; "max" and -1 are no quota
+  return in >> quota >> period && quota > 0 && period > 0 ? quota / period : kNoQuota;
 }
 
 // -- nodes
@@ -179,20 +176,26 @@ std::vector<int> affinity() {
   return all;
 }
 
-double cpu_quota(const std::string& at) {
+std::vector<Cgroup> cgroups(const std::string& controller, const std::string& at) {
   const std::string root = prefix(at);
   std::vector<std::string> lines = split(text(root + "/proc/self/cgroup"), '\n');
-  if (lines.empty()) lines = {"0::/", "1:cpu:/"};
-  double least = kNoQuota;
+  if (lines.empty()) lines = {"0::/", "1:" + controller + ":/"};
+  std::vector<Cgroup> out;
   for (const std::string& line : lines) {
     // id:controllers:path, and of version 2 no controllers
     const size_t a = line.find(':'), b = line.find(':', a + 1);
     if (a == std::string::npos || b == std::string::npos) continue;
     const std::string controllers = line.substr(a + 1, b - a - 1);
     const bool v2 = controllers.empty();
-    if (v2 || contains(split(controllers, ','), "cpu"))
-      least = std::min(least, quota_of(root, line.substr(b + 1), v2));
+    if (v2 || contains(split(controllers, ','), controller))
+      add_cgroups(root, controller, line.substr(b + 1), v2, out);
   }
+  return out;
+}
+
+double cpu_quota(const std::string& root) {
+  double least = kNoQuota;
+  for (const Cgroup& group : cgroups("cpu", root)) least = std::min(least, quota_in(group));
   return least;
 }
 

@@ -27,6 +27,15 @@ struct Topology {
 // The CPUs of this process's affinity mask, which cpusets and taskset narrow. Ascending.
 std::vector<int> affinity();
 
+// A directory of limits on this process.
+struct Cgroup {
+  std::string directory;
+  bool v2;  // of version 2, whose files have other names
+};
+
+// Those of `controller` ("cpu", "memory"): this process's own and all above it that are mounted.
+std::vector<Cgroup> cgroups(const std::string& controller, const std::string& root = "/");
+
 // CPUs that cgroups let this process use at a time: the least quota of its cgroup and all above it,
 // as a number of CPUs (infinity: no quota). Version 1 and 2.
 double cpu_quota(const std::string& root = "/");

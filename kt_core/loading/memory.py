@@ -1,8 +1,7 @@
 """What a load will need and what the machine allows, compared before a single weight is read.
 
 Limits are read from the places the kernel enforces them: MemAvailable, every memory cgroup (v1 or
-v2) from the process's own up to the root, and RLIMIT_AS. All paths can be injected, so tests bring
-their own /proc and /sys.
+v2) from the process's own up to the root, and RLIMIT_AS. Tests bring a root directory of their own.
 """
 
 from __future__ import annotations
@@ -13,11 +12,24 @@ import resource
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
-from kt_core import formats
+from kt_core import _kt, formats
 
-PROC = Path("/proc")
-CGROUP = Path("/sys/fs/cgroup")
+
+class _Names(NamedTuple):
+    """Files of a memory cgroup, and fields of its memory.stat that count the page cache."""
+
+    limit: str
+    usage: str
+    cache: tuple[str, str]
+
+
+_V2 = _Names("memory.max", "memory.current", ("inactive_file", "active_file"))
+_V1 = _Names(
+    *("memory.limit_in_bytes", "memory.usage_in_bytes"),
+    ("total_inactive_file", "total_active_file"),
+)
 
 # cgroup v1 writes "no limit" as the largest page-aligned int64; anything above 2**60 bytes means
 # the same.
@@ -82,7 +94,7 @@ def return_freed_tensors() -> None:
 
 def resident_bytes() -> int:
     """Bytes of memory that this process holds now, mapped files included."""
-    pages = int((PROC / "self" / "statm").read_text().split()[1])
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * resource.getpagesize()
 
 
@@ -97,9 +109,12 @@ class Limit:
     address_space: bool = False
 
 
-def limits(proc: Path = PROC, cgroup: Path = CGROUP) -> list[Limit]:
-    """All bounds that apply to this process, unreadable ones are left out."""
-    found = list(_cgroup_limits(proc, cgroup))
+def limits(root: Path = Path("/")) -> list[Limit]:
+    """All bounds that apply to this process, unreadable ones are left out. Files are read below
+    `root`.
+    """
+    found = list(_cgroup_limits(root))
+    proc = root / "proc"
     meminfo = _fields(proc / "meminfo")
     if "MemAvailable:" in meminfo:
         found.append(Limit("the machine's MemAvailable", meminfo["MemAvailable:"] * 1024))
@@ -130,48 +145,18 @@ def check(need: MemoryNeed, bounds: list[Limit], what: str) -> None:
             )
 
 
-def _cgroup_limits(proc: Path, root: Path) -> Iterator[Limit]:
-    own = proc / "self" / "cgroup"
-    if not own.is_file():
-        return
-    for line in own.read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            yield from _walk(
-                root, path, "memory.max", "memory.current", "inactive_file", "active_file"
-            )
-        elif "memory" in controllers.split(","):
-            yield from _walk(
-                root / "memory",
-                path,
-                "memory.limit_in_bytes",
-                "memory.usage_in_bytes",
-                "total_inactive_file",
-                "total_active_file",
-            )
-
-
-def _walk(
-    mount: Path, path: str, limit_name: str, usage_name: str, *cache_fields: str
-) -> Iterator[Limit]:
-    """Bounds of a group and of its parents. Inside a container the group's path may lie outside the
-    mount: then the mount itself is the group.
-    """
-    group = mount / path.lstrip("/")
-    if ".." in Path(path).parts or not group.is_dir():
-        group = mount
-    while True:
-        limit = _number(group / limit_name)
-        usage = _number(group / usage_name)
-        if limit is not None and usage is not None and limit < _UNLIMITED:
-            stat = _fields(group / "memory.stat")
-            cache = sum(
-                stat.get(field, 0) for field in cache_fields
-            )  # reclaimed before anyone is killed
-            yield Limit(f"the cgroup limit {group / limit_name}", max(limit - usage + cache, 0))
-        if group == mount:
-            return
-        group = group.parent
+def _cgroup_limits(root: Path) -> Iterator[Limit]:
+    """Bounds of this process's memory cgroups and of those above them."""
+    for directory, v2 in _kt.cgroups("memory", str(root)):
+        group, names = Path(directory), _V2 if v2 else _V1
+        limit, usage = _number(group / names.limit), _number(group / names.usage)
+        if limit is None or usage is None or limit >= _UNLIMITED:
+            continue
+        stat = _fields(group / "memory.stat")
+        cache = sum(
+            stat.get(field, 0) for field in names.cache
+        )  # reclaimed before anyone is killed
+        yield Limit(f"the cgroup limit {group / names.limit}", max(limit - usage + cache, 0))
 
 
 def _number(path: Path) -> int | None:

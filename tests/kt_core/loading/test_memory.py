@@ -40,7 +40,7 @@ def machine(tmp_path):
 
 
 def available(tmp_path):
-    found = memory.limits(tmp_path / "proc", tmp_path / "sys")
+    found = memory.limits(tmp_path)
     return {limit.name: limit.available for limit in found}
 
 
@@ -50,51 +50,51 @@ def test_mem_available(tmp_path, machine):
 
 def test_cgroup_v2_and_its_parents(tmp_path, machine):
     machine("proc/self/cgroup", "0::/user/job\n")
-    machine("sys/user/job/memory.max", "max\n")
-    machine("sys/user/job/memory.current", "123\n")
-    machine("sys/user/memory.max", f"{4 * GIB}\n")
-    machine("sys/user/memory.current", f"{3 * GIB}\n")
+    machine("sys/fs/cgroup/user/job/memory.max", "max\n")
+    machine("sys/fs/cgroup/user/job/memory.current", "123\n")
+    machine("sys/fs/cgroup/user/memory.max", f"{4 * GIB}\n")
+    machine("sys/fs/cgroup/user/memory.current", f"{3 * GIB}\n")
     stat = f"anon 5\ninactive_file {GIB // 2}\nactive_file {GIB // 4}\n"
-    machine("sys/user/memory.stat", stat)
+    machine("sys/fs/cgroup/user/memory.stat", stat)
     found = available(tmp_path)
     (name,) = [n for n in found if "cgroup" in n]
-    assert name.endswith("sys/user/memory.max")
+    assert name.endswith("sys/fs/cgroup/user/memory.max")
     assert found[name] == GIB + GIB // 2 + GIB // 4  # the page cache is given back first
 
 
 def test_cgroup_v2_inside_a_container(tmp_path, machine):
     """The group's path is that of the host; the container sees its own group as the root."""
     machine("proc/self/cgroup", "0::/../../docker/abc\n")
-    machine("sys/memory.max", f"{2 * GIB}\n")
-    machine("sys/memory.current", f"{GIB}\n")
+    machine("sys/fs/cgroup/memory.max", f"{2 * GIB}\n")
+    machine("sys/fs/cgroup/memory.current", f"{GIB}\n")
     assert [v for n, v in available(tmp_path).items() if "cgroup" in n] == [GIB]
 
 
 def test_cgroup_v1(tmp_path, machine):
     machine("proc/self/cgroup", "5:cpu,cpuacct:/x\n4:memory:/docker/abc\n0::/\n")
-    machine("sys/memory/memory.limit_in_bytes", f"{3 * GIB}\n")
-    machine("sys/memory/memory.usage_in_bytes", f"{GIB}\n")
+    machine("sys/fs/cgroup/memory/memory.limit_in_bytes", f"{3 * GIB}\n")
+    machine("sys/fs/cgroup/memory/memory.usage_in_bytes", f"{GIB}\n")
     stat = f"inactive_file 7\ntotal_inactive_file {GIB // 2}\ntotal_active_file 0\n"
-    machine("sys/memory/memory.stat", stat)
+    machine("sys/fs/cgroup/memory/memory.stat", stat)
     assert [v for n, v in available(tmp_path).items() if "cgroup" in n] == [2 * GIB + GIB // 2]
 
 
 def test_cgroup_v1_without_a_limit(tmp_path, machine):
     machine("proc/self/cgroup", "4:memory:/\n")
-    machine("sys/memory/memory.limit_in_bytes", "9223372036854771712\n")
-    machine("sys/memory/memory.usage_in_bytes", f"{GIB}\n")
+    machine("sys/fs/cgroup/memory/memory.limit_in_bytes", "9223372036854771712\n")
+    machine("sys/fs/cgroup/memory/memory.usage_in_bytes", f"{GIB}\n")
     assert not [n for n in available(tmp_path) if "cgroup" in n]
 
 
 def test_a_group_over_its_limit_has_nothing_left(tmp_path, machine):
     machine("proc/self/cgroup", "0::/\n")
-    machine("sys/memory.max", "1000\n")
-    machine("sys/memory.current", "2000\n")
+    machine("sys/fs/cgroup/memory.max", "1000\n")
+    machine("sys/fs/cgroup/memory.current", "2000\n")
     assert [v for n, v in available(tmp_path).items() if "cgroup" in n] == [0]
 
 
 def test_no_proc_at_all(tmp_path):
-    assert memory.limits(tmp_path / "none", tmp_path / "none") == []
+    assert memory.limits(tmp_path / "none") == []
 
 
 def test_plan_at_and_above_a_bound():
@@ -124,9 +124,9 @@ def test_a_cgroup_too_small_is_refused_before_a_weight_is_read(
     )
     path = models.build("mixtral", tmp_path / "model")
     machine("proc/self/cgroup", "0::/\n")
-    machine("sys/memory.max", "500000\n")
-    machine("sys/memory.current", "1000\n")
-    fake = functools.partial(memory.limits, tmp_path / "proc", tmp_path / "sys")
+    machine("sys/fs/cgroup/memory.max", "500000\n")
+    machine("sys/fs/cgroup/memory.current", "1000\n")
+    fake = functools.partial(memory.limits, tmp_path)
     monkeypatch.setattr(memory, "limits", fake)
     packed_dir = tmp_path / "packed" if packed else None
     with pytest.raises(MemoryError) as refusal:
