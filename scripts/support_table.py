@@ -25,7 +25,7 @@ FIRST_CPUS = {
     "avx512_bf16": "Sapphire Rapids, Zen 4",
     "amx": "Sapphire Rapids",
 }
-NOT_ON_SILICON = {"amx"}  # tested in software only
+NOT_TUNED = {"amx"}  # right on silicon, and slow
 
 
 def block() -> str:
@@ -42,7 +42,7 @@ def block() -> str:
     formats = list(next(iter(rows.values())))
     lines = [("tier", "first CPUs", "CPU features", *formats), ("---",) * (3 + len(formats))]
     for isa, does in rows.items():
-        notes = ["emulated only"] if isa in NOT_ON_SILICON else []
+        notes = ["not tuned"] if isa in NOT_TUNED else []
         notes += [f"not preferred on {slow[isa]}"] if slow[isa] else []
         name = f"`{isa}`" + (f" ({', '.join(notes)})" if notes else "")
         lines.append((name, FIRST_CPUS.get(isa, ""), needs[isa], *(does[f] for f in formats)))
