@@ -189,8 +189,8 @@ def install() -> None:
     patches.replace(
         *(PreTrainedModel, "_load_pretrained_model", ours),
         by=__name__,
-        why="the model is on meta, its files and names are known. HfQuantizer, tried: "
-        "LLaMA-Factory refuses it under FSDP, and config.json had to be edited",
+        why="HfQuantizer, which we tried, LLaMA-Factory refuses under FSDP, and config.json "
+        "had to be edited",
     )
 
 

@@ -107,4 +107,8 @@ def _library(module: str) -> Iterator[Any]:
 
 
 def _short(owner: Any) -> str:
-    return str(owner.__name__).rpartition(".")[2]
+    """A class or module as the table calls it, its library first."""
+    library, _, rest = str(owner.__name__).partition(".")
+    if not inspect.ismodule(owner):
+        library, rest = owner.__module__.partition(".")[0], owner.__name__
+    return f"{library} {rest.rpartition('.')[2]}" if rest else library

@@ -31,11 +31,11 @@ try:
 except ImportError:  # peft < 0.19 converts nothing
     conversion = None
 
-_AFTER = "callbacks run after the reporters, and cannot stop between layers"
-_WHOLE = "whole checkpoints, value heads, layer_major: there is no callback"
+_AFTER = "callbacks run after reporters, not between layers"
+_WHOLE = "whole checkpoints, value heads, layer_major"
 _EXPERTS = "experts as targets, in adapter files"
 _REFUSED = "wrong for experts: refused"
-_NAMES = "they rename parameters that our models have not"
+_NAMES = "they rename what our models have not"
 _FSDP = "FSDP2 on CPU ranks; persistent buffers"
 
 

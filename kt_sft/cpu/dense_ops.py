@@ -50,7 +50,7 @@ def _become(module: nn.Module, mixin: type[nn.Module]) -> None:
 def _turn_into(module: nn.Module, kind: type[nn.Module]) -> None:
     patches.give(
         *(module, "__class__", kind),
-        of="their norms, attentions, LoRA linears",
+        of="our models' norms, attentions, LoRA linears",
         by=__name__,
         why=_WHY,
     )
@@ -162,7 +162,7 @@ def _rotates(module: nn.Module) -> bool:
         *(modeling, "apply_rotary_pos_emb", _rotary, names),
         by=__name__,
         why=_WHY,
-        what="apply_rotary_pos_emb",
+        what="transformers modeling_*.apply_rotary_pos_emb",
     )
     return True
 

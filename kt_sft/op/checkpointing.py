@@ -34,6 +34,10 @@ def _policy(_ctx: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy
 keep_experts = functools.partial(create_selective_checkpoint_contexts, _policy)
 """`context_fn` for torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."""
 
+_give = functools.partial(
+    patches.give, of="our models", by=__name__, why="LLaMA-Factory gives no context_fn"
+)
+
 
 def retain_experts(model: Any) -> None:
     """Makes gradient checkpointing of `model`, enabled already or later, keep the experts' outputs.
@@ -53,15 +57,11 @@ def retain_experts(model: Any) -> None:
             gradient_checkpointing_func = _keeping(gradient_checkpointing_func)
         original(enable, gradient_checkpointing_func, *args, **kw)
 
-    patches.give(
-        *(model, "_set_gradient_checkpointing", set_gradient_checkpointing),
-        of="our models",
-        by=__name__,
-        why="LLaMA-Factory gives no context_fn",
-    )
+    _give(model, "_set_gradient_checkpointing", set_gradient_checkpointing)
     for module in model.modules():
         if "_gradient_checkpointing_func" in vars(module):
-            module._gradient_checkpointing_func = _keeping(module._gradient_checkpointing_func)
+            kept = _keeping(module._gradient_checkpointing_func)
+            _give(module, "_gradient_checkpointing_func", kept)
 
 
 def _keeping(function: Callable[..., Any]) -> Callable[..., Any]:

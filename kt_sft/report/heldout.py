@@ -100,7 +100,7 @@ def as_merged(model: nn.Module) -> Iterator[None]:
             if replaced is not None:
                 patches.give(
                     *(module, "forward", replaced),
-                    of="their experts and LoRA linears",
+                    of="our models' experts, LoRA linears",
                     by=__name__,
                     why="held-out losses of merged weights",
                 )

@@ -130,12 +130,14 @@ def table(listing: list[tuple[str, str, str]]) -> str:
     key = lambda entry: (entry[0], entry[2])  # noqa: E731
     for (by, why), entries in groupby(sorted(listing, key=key), key):
         where = by.partition(".")[2].replace(".", "/")
-        names: dict[str, list[str]] = {}
+        names: list[str] = []
+        last = library = ""  # said once where several names follow that share them
         for _, what, _ in entries:
             owner, _, name = what.rpartition(".") if " of " not in what else ("", "", what)
-            whole = f"{owner}.{name}" if owner and owner not in names else name
-            names.setdefault(owner, []).append(whole)
-        what = "; ".join(map(", ".join, names.values()))
+            said = owner.removeprefix(f"{library} ") if library else owner
+            names.append(name if owner == last or not owner else f"{said}.{name}")
+            last, library = owner, owner.partition(" ")[0] if " " in owner else ""
+        what = ", ".join(names)
         what = re.sub(r"__\w+__", r"`\g<0>`", what)  # as Markdown would make it bold
         rows.append(f"| {where} | {what} | {why} |")
     return "\n".join(rows)
