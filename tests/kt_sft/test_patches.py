@@ -164,7 +164,7 @@ def test_a_name_is_put_back_where_it_stood():
     patches.replace(Owner, "own", classmethod(lambda cls: "again"), by=__name__, why="a test")
     patches.replace(Owner, "inherited", lambda self: "ours", by=__name__, why="a test")
     assert (Owner.own(), Owner().inherited(), Base().inherited()) == ("again", "ours", "base")
-    assert (__name__, "Owner.own", "a test") in patches.listing()
+    assert (__name__, f"{__name__} Owner.own", "a test") in patches.listing()
     patches.restore(__name__)
     assert {n: v for n, v in vars(Owner).items() if n in before} == before
     assert "inherited" not in vars(Owner) and not patches.replaced(__name__)
