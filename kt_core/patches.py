@@ -38,14 +38,10 @@ _patches: list[Patch] = []
 _given: set[tuple[str, str, str]] = set()  # by, what, why of attributes of single objects
 
 
-def replace(
-    owner: Any, name: str, ours: Any, *, by: str, why: str, what: str | None = None
-) -> None:
-    """Puts `ours`, as it would stand in the class or module `owner`, in the place of `name`. `what`
-    says for the listing what it is where many owners have it.
-    """
+def replace(owner: Any, name: str, ours: Any, *, by: str, why: str) -> None:
+    """Puts `ours`, as it would stand in the class or module `owner`, in the place of `name`."""
     stood = vars(owner).get(name, _MISSING)
-    _patches.append(Patch(by, what or f"{_short(owner)}.{name}", why, owner, name, ours, stood))
+    _patches.append(Patch(by, f"{_short(owner)}.{name}", why, owner, name, ours, stood))
     setattr(owner, name, ours)
 
 

@@ -24,7 +24,6 @@ def wrap(
     *,
     by: str,
     why: str,
-    what: str | None = None,
 ) -> None:
     """Puts `replacement(original, ...)` in the place of owner.name until patches.restore().
 
@@ -37,7 +36,7 @@ def wrap(
     hooked = functools.wraps(function)(by_name(function, replacement))
     vars(hooked)["kt_replacement"] = replacement
     ours = classmethod(hooked) if isinstance(stored, classmethod) else hooked
-    patches.replace(owner, name, ours, by=by, why=why, what=what)
+    patches.replace(owner, name, ours, by=by, why=why)
 
 
 def expect(function: Callable[..., Any], names: str) -> None:

@@ -1,19 +1,15 @@
-"""RMSNorm, rotary embedding and LoRA linears of a run in fp32 on the CPU, in fewer operators.
+"""RMSNorm and LoRA linears of a run in fp32 on the CPU, in fewer operators.
 
 There an operator of torch costs as much as what it does to a few hundred rows, and each passes over
-memory again: these three take 22 ms off the demo's step of 655 at 128 tokens, 0.16 s off 4.9 at
-1,024. The functions here compute the same formulas in fp32, their backward written out. A module
-keeps its type's name, parameters and hooks, and takes its own code again wherever it is not the
-plain case: another dtype or device, autocast, several adapters, dropout, a weight that is trained.
-Other models of the process are left alone.
+memory again: docs/performance.md has what these take off a step. The functions here compute the
+same formulas in fp32, their backward written out. A module keeps its type's name, parameters and
+hooks, and takes its own code again wherever it is not the plain case: another dtype or device,
+autocast, several adapters, dropout, a weight that is trained. Other models of the process are left
+alone.
 """
 
 from __future__ import annotations
 
-import inspect
-import sys
-import threading
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,24 +18,19 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from kt_core import patches
-from kt_sft import seams
-
-_WHY = "fewer operators on CPUs, in our models only"
 
 
 def use(model: nn.Module) -> None:
-    """From now on `model`, loaded for training, computes its norms, rotary embeddings and LoRA
-    linears so. A norm or embedding that is not the usual formula is left alone.
+    """From now on `model`, loaded for training, computes its norms and LoRA linears so. A norm
+    that is not the usual formula is left alone.
     """
     for module in model.modules():
         if type(module) is LoraLinear:
             _turn_into(module, _LoraLinear)
-        elif isinstance(module, _RmsNorm | _Attention):
+        elif isinstance(module, _RmsNorm):
             continue
         elif type(module).__name__.endswith("RMSNorm") and _is_rms_norm(module):
             _become(module, _RmsNorm)
-        elif type(module).__name__.endswith("Attention") and _rotates(module):
-            _become(module, _Attention)
 
 
 def _become(module: nn.Module, mixin: type[nn.Module]) -> None:
@@ -50,9 +41,9 @@ def _become(module: nn.Module, mixin: type[nn.Module]) -> None:
 def _turn_into(module: nn.Module, kind: type[nn.Module]) -> None:
     patches.give(
         *(module, "__class__", kind),
-        of="our models' norms, attentions, LoRA linears",
+        of="our models' norms and LoRA linears",
         by=__name__,
-        why=_WHY,
+        why="fewer operators on CPUs, in our models only",
     )
 
 
@@ -103,96 +94,6 @@ def _is_rms_norm(module: Any) -> bool:
     x = torch.linspace(-2, 3, 3 * len(weight)).view(3, -1)
     with torch.no_grad():
         return torch.allclose(module(x), _Norm.apply(x, weight, eps), rtol=1e-5, atol=1e-6)
-
-
-class _Rotate(torch.autograd.Function):
-    """x * cos + rotate_half(x) * sin; cos and sin [..., D] broadcast and are frozen."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        half = x.shape[-1] // 2
-        out = x * cos
-        out[..., :half].addcmul_(x[..., half:], sin[..., :half], value=-1)
-        out[..., half:].addcmul_(x[..., :half], sin[..., half:])
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        cos, sin = ctx.saved_tensors
-        half = grad.shape[-1] // 2
-        out = grad * cos
-        out[..., :half].addcmul_(grad[..., half:], sin[..., half:])
-        out[..., half:].addcmul_(grad[..., :half], sin[..., :half], value=-1)
-        return out, None, None
-
-
-class _Attention(nn.Module):
-    """Its forward is where `_rotary` acts: other models share the function it stands for."""
-
-    def forward(self, *args: Any, **kw: Any) -> Any:
-        """As its own."""
-        before, _here.inside = _here.inside, True
-        try:
-            return super().forward(*args, **kw)
-        finally:
-            _here.inside = before
-
-
-class _Here(threading.local):
-    inside = False  # an _Attention
-
-
-_here = _Here()
-
-
-def _rotates(module: nn.Module) -> bool:
-    """Whether the module's file has the usual apply_rotary_pos_emb; `_rotary` stands there then."""
-    modeling: Any = sys.modules[type(module).__module__]
-    function: Callable[..., Any] | None = getattr(modeling, "apply_rotary_pos_emb", None)
-    names = "q k cos sin"
-    if function is None or list(inspect.signature(function).parameters)[:4] != names.split():
-        return False
-    if vars(function).get("kt_replacement") is _rotary:
-        return True
-    if not _is_rotary(function):
-        return False
-    seams.wrap(
-        *(modeling, "apply_rotary_pos_emb", _rotary, names),
-        by=__name__,
-        why=_WHY,
-        what="transformers modeling_*.apply_rotary_pos_emb",
-    )
-    return True
-
-
-def _rotary(
-    original: Callable[..., Any],
-    q: Tensor,
-    k: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    *args: Any,
-    **kw: Any,
-) -> tuple[Tensor, Tensor]:
-    usual = _here.inside and not args and not kw and q.shape[-1] == k.shape[-1] == cos.shape[-1]
-    if not usual or cos.requires_grad or not _plain(q, k, cos, sin):
-        rotated: tuple[Tensor, Tensor] = original(q, k, cos, sin, *args, **kw)
-        return rotated
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    return _Rotate.apply(q, cos, sin), _Rotate.apply(k, cos, sin)
-
-
-def _is_rotary(function: Callable[..., Any]) -> bool:
-    q, k = torch.linspace(-1, 2, 48).view(1, 2, 3, 8), torch.linspace(1, -3, 24).view(1, 1, 3, 8)
-    cos, sin = torch.linspace(-1, 1, 24).view(1, 3, 8), torch.linspace(0, 1, 24).view(1, 3, 8)
-    try:
-        found = function(q, k, cos, sin)
-    except (TypeError, RuntimeError, ValueError):
-        return False
-    want = [_Rotate.apply(x, cos[:, None], sin[:, None]) for x in (q, k)]
-    return len(found) == 2 and all(map(torch.allclose, found, want))
 
 
 class _Lora(torch.autograd.Function):

@@ -1,11 +1,10 @@
-"""Norms, rotary embeddings and LoRA linears in fewer operators: same numbers, and stock code
+"""Norms and LoRA linears in fewer operators: same numbers, and stock code
 wherever a module is not the plain case.
 """
 
 from __future__ import annotations
 
 import copy
-import sys
 
 import models
 import peft
@@ -14,14 +13,11 @@ import torch
 import transformers
 from torch import nn
 
-from kt_core import patches
 from kt_sft.cpu import dense_ops
 
 
 @pytest.fixture
 def plain():
-    """Modules of transformers as they were, after the test."""
-
     def model(family="mixtral", **lora):
         torch.manual_seed(0)
         base = transformers.AutoModelForCausalLM.from_config(
@@ -41,15 +37,14 @@ def plain():
                 nn.init.normal_(p, mean=1, std=0.2)
         return found.train()
 
-    yield model
-    patches.restore("kt_sft.cpu.dense_ops")
+    return model
 
 
 @pytest.fixture
 def calls(monkeypatch):
     """How often each of the functions was used."""
     found = {}
-    for name in ("_Norm", "_Rotate", "_Lora"):
+    for name in ("_Norm", "_Lora"):
         function = getattr(dense_ops, name)
 
         def counted(ctx, *args, original=function.forward, name=name):
@@ -86,7 +81,6 @@ def test_outputs_and_gradients_are_those_of_stock(plain, calls, family):
     calls.clear()
     got = results(model, ids)
     assert calls["_Norm"] >= 5 and calls["_Lora"] >= 6
-    assert ("_Rotate" in calls) == (not family.startswith("deepseek"))  # theirs interleave
     assert any(not torch.equal(a, b) for a, b in zip(got, stock, strict=True))
     for a, b, e in zip(got, stock, exact, strict=True):
         ours, theirs = (float((x - e).norm() / e.norm()) for x in (a, b))
@@ -146,7 +140,7 @@ def test_other_models_of_the_process_keep_their_code(plain, calls):
     calls.clear()
     assert torch.equal(other(input_ids=ids).logits, want) and not calls
     ours(input_ids=ids)
-    assert set(calls) == {"_Norm", "_Rotate", "_Lora"}
+    assert set(calls) == {"_Norm", "_Lora"}
 
 
 def test_a_copy_is_independent(plain):
@@ -174,15 +168,10 @@ class OtherRMSNorm(nn.Module):
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * (1 + self.weight)
 
 
-def test_other_formulas_are_left_alone(plain):
+def test_other_formulas_are_left_alone():
     model = nn.ModuleList([OtherRMSNorm()])
     dense_ops.use(model)
     assert type(model[0]) is OtherRMSNorm
-    deepseek = plain("deepseek_v3")
-    modeling = sys.modules[type(deepseek.get_base_model()).__module__]
-    before = modeling.apply_rotary_pos_emb
-    dense_ops.use(deepseek)
-    assert (modeling.apply_rotary_pos_emb is before) == (not dense_ops._is_rotary(before))
 
 
 def test_gradients_are_the_derivatives():
@@ -194,10 +183,6 @@ def test_gradients_are_the_derivatives():
     frozen = torch.randn(8, dtype=torch.double)
     assert torch.autograd.gradcheck(
         lambda x: dense_ops._Norm.apply(x, frozen, 1e-6), (rand(2, 3, 8),)
-    )
-    cos, sin = torch.randn(2, 1, 3, 8, dtype=torch.double)
-    assert torch.autograd.gradcheck(
-        lambda x: dense_ops._Rotate.apply(x, cos, sin), (rand(2, 3, 8),)
     )
     w, bias = torch.randn(5, 8, dtype=torch.double), torch.randn(5, dtype=torch.double)
     for b in (None, bias):
