@@ -63,7 +63,7 @@ void layer() {
   for (int threads : {1, 2}) {
     set_threads(threads, true);
     std::printf("layer_%d %.4g\n", threads, least(50, 1000, {}, [&] {
-                  moe_forward(l, {1, K, x.data(), index, weight}, {}, Compute::kBf16, out.data(),
+                  moe_forward(l, {1, K, x.data(), index, weight}, {}, Compute::kBf16, {out.data()},
                               nullptr);
                 }));
   }

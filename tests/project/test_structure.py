@@ -219,3 +219,11 @@ def test_readme_commands_exist():
     assert {"demo", "test"} <= make <= targets, make - targets
     for name in re.findall(r"(?:examples|accelerate_configs|bench|src)/[\w./-]+\w", text):
         assert (ROOT / name).exists(), name
+
+
+def test_the_dispatch_bench_compiles():
+    """It calls the kernels from C++ and is built by nobody else."""
+    source = ROOT / "bench" / "dispatch.cpp"
+    command = ["g++", "-std=gnu++20", "-fsyntax-only", f"-I{ROOT / 'csrc'}", str(source)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
