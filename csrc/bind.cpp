@@ -67,7 +67,7 @@ struct BoundLayer {
              int64_t group, int act, int64_t slices)
       : l{experts, hidden, intermediate, group, format, Act(act), nullptr, slices} {
     const Kernel& k = *find_kernel(format).kernel;
-    if (!k.scaled) l.group = 0;
+    if (!k.stored.scaled()) l.group = 0;
     if (std::find(k.groups, k.groups + k.group_count, l.group) == k.groups + k.group_count)
       throw std::invalid_argument("group is " + std::to_string(group) + "; format " + format +
                                   " takes " + listed(k.groups, k.group_count));
@@ -142,8 +142,11 @@ py::list list_kernels() {
     d["slow_on"] = e.kernel->slow_on;
     d["slow_here"] = cpu().vendor == e.kernel->slow_on;
     d["bf16_products"] = e.kernel->a_size == size_of(DType::kBf16);
-    d["bits"] = e.kernel->bits;
-    d["scaled"] = e.kernel->scaled;
+    d["bits"] = e.kernel->stored.bits;
+    d["scale_bits"] = 8 * e.kernel->stored.scale_size;
+    d["zeros"] = e.kernel->stored.zeros;
+    d["factor"] = e.kernel->stored.factor;
+    d["codes"] = e.kernel->codes;
     d["groups"] = std::vector<int>(e.kernel->groups, e.kernel->groups + e.kernel->group_count);
     d["default_group"] = e.kernel->default_group;
     d["int8_domain"] = e.kernel->quad_size > 0;
@@ -257,7 +260,21 @@ void bind_buffer(py::module_& m, const char* name) {
       });
 }
 
+// Each an address and strides in elements; 0: none.
+Codes make_codes(std::tuple<uintptr_t, int64_t, int64_t> codes,
+                 std::tuple<uintptr_t, int64_t, int64_t> scales,
+                 std::tuple<uintptr_t, int64_t, int64_t> zeros,
+                 std::tuple<uintptr_t, int64_t> factor) {
+  return {at<uint8_t>(std::get<0>(codes)), std::get<1>(codes),  std::get<2>(codes),
+          at<float>(std::get<0>(scales)),  std::get<1>(scales), std::get<2>(scales),
+          at<uint8_t>(std::get<0>(zeros)), std::get<1>(zeros),  std::get<2>(zeros),
+          at<float>(std::get<0>(factor)),  std::get<1>(factor)};
+}
+
 void bind_arguments(py::module_& m) {
+  py::class_<Codes>(m, "Codes")
+      .def(py::init(&make_codes), py::kw_only(), py::arg("codes"), py::arg("scales"),
+           py::arg("zeros"), py::arg("factor"));
   py::class_<Batch>(m, "Batch")
       .def(py::init(&make_batch), py::kw_only(), py::arg("tokens"), py::arg("top_k"), py::arg("x"),
            py::arg("index"), py::arg("weight"), py::arg("mine") = 0,
@@ -299,6 +316,14 @@ void bind_layer(py::module_& m) {
           },
           py::arg("expert"), py::arg("projection"), py::arg("source"), py::arg("dtype"),
           py::arg("ld"))
+      .def(
+          "pack_codes",
+          [](BoundLayer& b, int64_t e, int p, const Codes& codes) {
+            const Layer& l = b.ready();
+            NoGil nogil;
+            return pack_codes(l, e, p, codes);
+          },
+          py::arg("expert"), py::arg("projection"), py::arg("codes"))
       .def(
           "unpack",
           [](BoundLayer& b, int64_t e, int p, uintptr_t out) {

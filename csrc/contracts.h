@@ -60,9 +60,14 @@ concept Isa = requires(typename I::f32 f, typename I::u32 u, typename I::i32 i, 
   // -- decoding a line of codes (order of k: gemm/panel.h) ----------------------------------------
   { I::int8_unit } -> std::convertible_to<float>;  // int8_pairs() gives codes / int8_unit
   { I::int4_unit } -> std::convertible_to<float>;
-  I::int8_pairs(u, pairs2, I{});      // signed bytes
+  { I::fp8_unit } -> std::convertible_to<float>;
+  I::int8_pairs(u, pairs2, I{});      // signed bytes above -128
+  I::byte_pairs(u, pairs2, I{});      // signed bytes
+  I::fp8_pairs(u, pairs2, I{});       // bytes of e4m3fn, NaN left out
   I::int4_pairs(u, h, pairs4, I{});   // nibbles, stored + 8; h: their values, bf16[32] (twice 16)
   I::table_pairs(u, h, pairs4, I{});  // nibbles as indices into such a table
+  // bytes below 16 as indices into a table of 16 bytes
+  { I::table_bytes(u, byte) } -> std::same_as<typename I::u32>;
   // -- quantized rows: exact sums of byte products ------------------------------------------------
   { I::quad(code) } -> std::same_as<typename I::Quad>;  // four codes of a row
   I::quads(&quad, code);                                // `lanes` of them
@@ -70,13 +75,13 @@ concept Isa = requires(typename I::f32 f, typename I::u32 u, typename I::i32 i, 
   { I::swap_middle(u) } -> std::same_as<typename I::u32>;
   { I::turn_bytes(u) } -> std::same_as<typename I::u32>;
   { I::idot(i, u, &quad) } -> std::same_as<typename I::i32>;
-  { I::idot_small(i, u, &quad, I{}) } -> std::same_as<typename I::i32>;  // bytes of at most 15
+  { I::idot_small(i, u, &quad, I{}) } -> std::same_as<typename I::i32>;  // bytes of at most 31
   requires !I::signed_bytes || requires { I::idot_signed(i, u, &quad); };
 };
 
 // A weight format: how a line of a panel (16 channels x one dword) stands for values. A value is
 // code x scale, code being a bf16 number that decode() gives exactly (as code / unit<I>, where a
-// tier finds a power of two more cheaply), scale a bf16 number per channel and group, or none.
+// tier finds a power of two more cheaply), scale a number per channel and group, or none.
 //
 //   name, bits       of the file; per value, scales not counted
 //   scaled           has scales; without, encode() writes the values themselves
@@ -91,9 +96,78 @@ concept Isa = requires(typename I::f32 f, typename I::u32 u, typename I::i32 i, 
 //                    as `quads` lines of code + bias, byte order k0 k2 k1 k3. Such formats have an
 //                    int8 domain and are transposed as bytes; others as pairs of bf16
 //   raw_bytes        a stored line is codes in two's complement in that order: nothing to unpack
+// and, where a format has more than codes and bf16 scales:
+//   Scale            float: scales are fp32
+//   zeros            a byte per channel and group, a zero point: decode() and bytes() take it as a
+//                    second argument, four times in a dword; encode() gives it by its last;
+//                    zero_byte() is the one to store for a published zero point that
+//                    valid_zero() allows
+//   factor()         a number per channel, chosen before codes: value = code x scale x factor, and
+//                    encode() sees values / factor
+//   codes            name of the published codes that it takes, where that is not its own name
+//   scale_of_code    what published scales are multiplied with, since decode() gives other values
+//                    than the published meaning of a code, by that factor
+//   valid()          whether a published code is a number; without it, every code is
+template <class F>
+struct ScaleOf {
+  using type = bf16;
+};
+template <class F>
+  requires requires { typename F::Scale; }
+struct ScaleOf<F> {
+  using type = typename F::Scale;
+};
+template <class F>
+constexpr bool has_zeros() {
+  if constexpr (requires { F::zeros; }) return F::zeros;
+  return false;
+}
+template <class F>
+constexpr bool has_factor() {
+  return requires(const float* v) { F::factor(v, 1); };
+}
+template <class F>
+constexpr const char* codes_of() {
+  if constexpr (requires { F::codes; }) return F::codes;
+  return F::name;
+}
+template <class F>
+constexpr float scale_of_code() {
+  if constexpr (requires { F::scale_of_code; }) return F::scale_of_code;
+  return 1.f;
+}
+template <class F>
+constexpr Storage kStorage = {F::bits, F::scaled ? int(sizeof(typename ScaleOf<F>::type)) : 0,
+                              has_zeros<F>(), has_factor<F>()};
+
+// decode(), bytes() and encode() with a zero point, where the format has any.
+template <class I, class F>
+KT_OP void decode(typename I::u32 x, [[maybe_unused]] typename I::u32 zero,
+                  typename I::B (&out)[F::pairs]) {
+  if constexpr (has_zeros<F>())
+    F::template decode<I>(x, zero, out);
+  else
+    F::template decode<I>(x, out);
+}
+template <class I, class F>
+KT_OP void bytes(typename I::u32 x, [[maybe_unused]] typename I::u32 zero,
+                 typename I::u32 (&out)[F::quads]) {
+  if constexpr (has_zeros<F>())
+    F::template bytes<I>(x, zero, out);
+  else
+    F::template bytes<I>(x, out);
+}
+template <class F>
+KT_OP float encode(const float* v, int64_t count, uint16_t* code, [[maybe_unused]] uint8_t* zero) {
+  if constexpr (has_zeros<F>())
+    return F::encode(v, count, code, *zero);
+  else
+    return F::encode(v, count, code);
+}
+
 template <class F, class I>
 concept Format = requires(const float* v, int64_t count, uint16_t* code, const uint16_t* codes,
-                          typename I::u32 line, typename I::B (&pairs)[F::pairs],
+                          typename I::u32 line, uint8_t* zero, typename I::B (&pairs)[F::pairs],
                           typename I::u32 (&bytes)[F::quads > 0 ? F::quads : 1]) {
   { F::name } -> std::convertible_to<const char*>;
   requires F::bits == 16 || F::bits == 8 || F::bits == 4;
@@ -101,13 +175,26 @@ concept Format = requires(const float* v, int64_t count, uint16_t* code, const u
   { F::scaled } -> std::convertible_to<bool>;
   requires F::quads == 0 || (F::scaled && 2 * F::quads == F::pairs && F::bias <= 128);
   requires !F::raw_bytes || F::bias == 128;
+  requires std::same_as<typename ScaleOf<F>::type, bf16> ||
+               std::same_as<typename ScaleOf<F>::type, float>;
+  requires !has_zeros<F>() || (F::scaled&& requires {
+    F::zero_byte(uint8_t(0));
+    F::valid_zero(uint8_t(0));
+  });
+  requires F::scaled || !has_factor<F>();
   requires std::extent_v<decltype(F::groups)> > 0;
   { F::default_group } -> std::convertible_to<int>;
   { F::template unit<I> } -> std::convertible_to<float>;
-  { F::encode(v, count, code) } -> std::same_as<float>;
+  requires requires {
+    { F::encode(v, count, code) } -> std::same_as<float>;
+  } || requires {
+    { F::encode(v, count, code, *zero) } -> std::same_as<float>;
+  };
   { F::dword(codes) } -> std::same_as<uint32_t>;
-  F::template decode<I>(line, pairs);
-  requires F::quads == 0 || requires { F::template bytes<I>(line, bytes); };
+  requires requires { F::template decode<I>(line, pairs); } ||
+               requires { F::template decode<I>(line, line, pairs); };
+  requires F::quads == 0 || requires { F::template bytes<I>(line, bytes); } ||
+                   requires { F::template bytes<I>(line, line, bytes); };
 };
 
 // Groups keep a scale's values in whole tiles and blocks of columns: see gemm/panel.h.

@@ -17,7 +17,10 @@ class KernelInfo(TypedDict):
     slow_here: bool
     bf16_products: bool
     bits: int
-    scaled: bool
+    scale_bits: int
+    zeros: bool
+    factor: bool
+    codes: str
     groups: list[int]
     default_group: int
     int8_domain: bool
@@ -112,6 +115,18 @@ class Grads:
 
     def __init__(self, *, dx: Output, dw: int, da: Sequence[int], db: Sequence[int]) -> None: ...
 
+class Codes:
+    """A matrix [n, k] in published codes: of each part an address and its strides in elements."""
+
+    def __init__(
+        self,
+        *,
+        codes: tuple[int, int, int],
+        scales: tuple[int, int, int],
+        zeros: tuple[int, int, int],
+        factor: tuple[int, int],
+    ) -> None: ...
+
 class Layer:
     def __init__(
         self,
@@ -134,6 +149,7 @@ class Layer:
     def attach(self, buffer: Buffer) -> None: ...
     def bind_slices(self) -> None: ...
     def pack(self, expert: int, projection: int, source: int, dtype: int, ld: int) -> bool: ...
+    def pack_codes(self, expert: int, projection: int, codes: Codes) -> bool: ...
     def unpack(self, expert: int, projection: int, out: int) -> None: ...
     def forward(
         self, batch: Batch, lora: Lora | None, compute: int, out: Output, saved: int

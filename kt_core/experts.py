@@ -212,6 +212,68 @@ class Experts:
             )
         self._to_fill.discard((expert, p))
 
+    def put_codes(
+        self,
+        expert: int,
+        projection: str,
+        codes: Tensor,
+        scales: Tensor,
+        zeros: Tensor | None = None,
+        factor: Tensor | None = None,
+    ) -> None:
+        """Pack one matrix as it is published, bit for bit: codes of the layer's format and group.
+
+        Args:
+            codes: uint8 ``[n, k]``, one code a byte; n and k as in :meth:`put`.
+            scales: fp32 ``[n, ceil(k / group)]``; ``[n, 1]`` with one scale per channel.
+            zeros: uint8 of that shape, zero points of a format that has them.
+            factor: fp32 ``[n]``, second scales of channels, in a format that has them.
+
+        What they mean is said in kt_core/loading/codes.py. Views with any strides are read as they
+        are. A format with bf16 scales rounds those that are no bf16 numbers.
+
+        Raises:
+            ValueError: wrong shape, dtype or device, parts that the format does not have, expert
+                out of range, a code or zero point that the format does not have, NaN or Inf.
+        """
+        what = f"{self.name} expert {expert} {projection}_proj"
+        p = self._projection(expert, projection)
+        n, k = self._shape(projection)
+        of_group = (n, -(-k // self.group) if self.group else 1)
+        kept = formats.of(self.format)
+        for part, tensor, dtype, shape, wanted in (
+            ("codes", codes, torch.uint8, (n, k), kept.scaled),
+            ("scales", scales, torch.float32, of_group, kept.scaled),
+            ("zeros", zeros, torch.uint8, of_group, kept.zeros),
+            ("factor", factor, torch.float32, (n,), kept.factor and factor is not None),
+        ):
+            if (tensor is not None) != wanted:
+                raise ValueError(
+                    f"{what} has {'no ' if tensor is None else ''}{part}; format {self.format} "
+                    f"{'needs' if wanted else 'has no'} {part}"
+                )
+            if tensor is not None and (
+                tensor.dtype != dtype or tuple(tensor.shape) != shape or not tensor.is_cpu
+            ):
+                raise ValueError(
+                    f"{part} of {what} are {tensor.dtype} {tuple(tensor.shape)} on "
+                    f"{tensor.device}; this layer needs {dtype} {shape} on cpu"
+                )
+        native = _kt.Codes(
+            codes=(codes.data_ptr(), codes.stride(0), codes.stride(1)),
+            scales=(scales.data_ptr(), scales.stride(0), scales.stride(1)),
+            zeros=(0, 0, 0)
+            if zeros is None
+            else (zeros.data_ptr(), zeros.stride(0), zeros.stride(1)),
+            factor=(0, 0) if factor is None else (factor.data_ptr(), factor.stride(0)),
+        )
+        if not self._layer.pack_codes(expert, p, native):
+            raise ValueError(
+                f"{what} holds codes or scales that are no numbers of format {self.format}; the "
+                "checkpoint is damaged, load a good copy"
+            )
+        self._to_fill.discard((expert, p))
+
     def get(self, expert: int, projection: str) -> Tensor:
         """The dequantized matrix, fp32."""
         p = self._projection(expert, projection)

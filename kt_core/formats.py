@@ -19,18 +19,29 @@ DEFAULT = "int8"
 class WeightFormat:
     """How weights of experts are stored.
 
-    ``bits`` per value without scales; ``groups``: values of the reduction dimension per scale that
-    may be asked for, 0 being one scale per channel; ``default_group``: of them, the one that is
-    used where nobody asks; ``int8_domain``: whether products with quantized rows exist, in the
-    domains "int8" and "int16", beside those of "bf16".
+    ``bits`` per value without scales; ``scale_bits``: of a scale, 16 or 32, 0 without; ``zeros``:
+    whether there is a zero point (8 bits) per scale; ``factor``: whether a channel has a second
+    scale (32 bits); ``codes``: the format of published codes that are packed as they are
+    (kt_core/loading/codes.py); ``groups``: values of the reduction dimension per scale that may be
+    asked for, 0 being one scale per channel; ``default_group``: of them, the one that is used where
+    nobody asks; ``int8_domain``: whether products with quantized rows exist, in the domains "int8"
+    and "int16", beside those of "bf16".
     """
 
     name: str
     bits: int
-    scaled: bool
+    scale_bits: int
+    zeros: bool
+    factor: bool
+    codes: str
     groups: tuple[int, ...]
     default_group: int
     int8_domain: bool
+
+    @property
+    def scaled(self) -> bool:
+        """Whether weights are rounded to codes with scales."""
+        return self.scale_bits > 0
 
     @property
     def domains(self) -> tuple[str, ...]:
@@ -64,7 +75,10 @@ def all_formats() -> Mapping[str, WeightFormat]:
         k["format"]: WeightFormat(
             k["format"],
             k["bits"],
-            k["scaled"],
+            k["scale_bits"],
+            k["zeros"],
+            k["factor"],
+            k["codes"],
             tuple(k["groups"]),
             k["default_group"],
             k["int8_domain"],

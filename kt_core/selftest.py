@@ -21,7 +21,8 @@ from kt_core.names import PROJECTIONS
 FORWARD_BAR, GRAD_BAR, INT8_BAR = 4e-3, 6e-3, 2e-2  # docs/kernels.md, "Numerics"
 E, K = 3, 2  # experts, and experts per token
 # H, I and the rank divide neither a panel nor a block; few and many rows take different bodies.
-SIZES = ((1, 136, 72, 3), (50, 136, 72, 3))  # tokens, H, I, rank
+# Two tokens: a gradient of one alone is a product with A x, which may nearly cancel in some format.
+SIZES = ((2, 136, 72, 3), (50, 136, 72, 3))  # tokens, H, I, rank
 
 
 def reference(

@@ -26,6 +26,17 @@ FORMATS = formats.names()
 INT8_FORMATS = tuple(f for f in FORMATS if "int8" in formats.of(f).domains)
 GROUPS = [(f, g) for f in FORMATS for g in formats.of(f).groups]
 """Every format with every group that it takes."""
+EVERY_SHAPE = ("bf16", "int8", "int4")
+"""Formats that are tested in all shapes: one of each size of codes. The others take the same paths,
+and are tested in fewer shapes on every tier."""
+TOKENS = [(f, t) for f in FORMATS for t in (1, 2, 3, 8, 33) if f in EVERY_SHAPE or t in (2, 33)]
+ODD_SIZES = [
+    (f, h, i)
+    for f in FORMATS
+    for h in (64, 96, 100)
+    for i in (40, 72, 96)
+    if f in EVERY_SHAPE or (h, i) == (100, 72)
+]
 INT8_GROUPS = [
     (f, g) for f, g in GROUPS if f in INT8_FORMATS and g in (formats.of(f).default_group, 128, 0)
 ]

@@ -24,6 +24,7 @@ struct Format_int8 {
   KT_OP void bytes(typename I::u32 x, typename I::u32 (&out)[quads]) {
     out[0] = x ^ 0x80808080u;
   }
+  KT_OP bool valid(uint16_t code) { return code != 0x80; }  // -128
   // The scale is rounded to bf16 first, then codes are chosen for the scale that is stored.
   KT_OP float encode(const float* v, int64_t count, uint16_t* code) {
     float top = 0;

@@ -37,18 +37,28 @@ KT_OP void clear_c(float* c) {
 
 // The scales of a matrix without: so that fold() has no branches, across which gcc would not keep
 // sums in registers.
-alignas(64) constexpr bf16 kOnes[kPanel] = {0x3f80, 0x3f80, 0x3f80, 0x3f80, 0x3f80, 0x3f80,
-                                            0x3f80, 0x3f80, 0x3f80, 0x3f80, 0x3f80, 0x3f80,
-                                            0x3f80, 0x3f80, 0x3f80, 0x3f80};
+template <class T>
+struct Ones {
+  alignas(64) T at[kPanel];
+  constexpr Ones() : at() {
+    for (T& x : at) x = sizeof(T) == 2 ? T(0x3f80) : T(1);
+  }
+};
+alignas(64) constexpr Ones<bf16> kOnes;
+alignas(64) constexpr Ones<float> kFloatOnes;
+KT_OP void set_ones(Scales<bf16, false>& s) { s = {kOnes.at}; }
+KT_OP void set_ones(Scales<float, false>& s) { s = {kFloatOnes.at}; }
+KT_OP void set_ones(Scales<bf16, true>& s) { s = {kOnes.at, kFloatOnes.at}; }
+KT_OP void set_ones(Scales<float, true>& s) { s = {kFloatOnes.at, kFloatOnes.at}; }
 
 // C[i][16 q + ..] += scale x unit x acc.
-template <class I, int M, int P>
-KT_OP void fold(const typename I::f32 (&acc)[M][P][kVecs<I>], const bf16* const (&scale)[P],
-                float unit, float* c) {
+template <class I, int M, int P, class S>
+KT_OP void fold(const typename I::f32 (&acc)[M][P][kVecs<I>], const S (&scale)[P], float unit,
+                float* c) {
   using f32 = typename I::f32;
   for (int q = 0; q < P; ++q)
     for (int j = 0; j < kVecs<I>; ++j) {
-      const f32 s = I::splat(unit) * I::load_bf16(scale[q] + j * I::lanes);
+      const f32 s = I::splat(unit) * scale[q].template of<I>(j * I::lanes);
       for (int i = 0; i < M; ++i) {
         float* p = c + i * kCols + q * kPanel + j * I::lanes;
         *(f32*)p = I::fma(s, acc[i][q][j], *(f32*)p);
@@ -65,12 +75,12 @@ struct Ahead {
 };
 
 // P of the `width` panels that lie side by side in unpacked lines b.
-// `scales[q]`: [groups][16] bf16, times `unit`; `step` pairs per group.
-template <class I, int M, int P>
+// `scales[q]`: [groups][16], times `unit`; `step` pairs per group.
+template <class I, int M, int P, class S>
 __attribute__((noinline)) void tile(const typename I::A* a, int64_t lda, const typename I::B* b,
-                                    int64_t width, const bf16* const* scales, float unit,
-                                    int64_t pairs, int64_t step, bool add, const uint8_t* ahead,
-                                    int64_t jump, float* c) {
+                                    int64_t width, const S* scales, float unit, int64_t pairs,
+                                    int64_t step, bool add, const uint8_t* ahead, int64_t jump,
+                                    float* c) {
   constexpr int V = kVecs<I>;
   const typename I::A*
       row[(M + 2) / 3];  // every third row: the two after it are base + ld, base + 2 ld
@@ -78,7 +88,7 @@ __attribute__((noinline)) void tile(const typename I::A* a, int64_t lda, const t
     row[i / 3] = a;
     asm("" : "+r"(a));  // or gcc computes them in vectors and scatters those
   }
-  const bf16* scale[P];
+  S scale[P];
   for (int q = 0; q < P; ++q) scale[q] = scales[q];
   if (!add) clear_c<I, M, P>(c);
   for (int64_t g = 0, p = 0; g < pairs; g += step) {
@@ -100,25 +110,25 @@ __attribute__((noinline)) void tile(const typename I::A* a, int64_t lda, const t
     // three times as long.
     asm volatile("" : "+r"(c) : : "memory");
     fold<I, M, P>(acc, scale, unit, c);
-    for (int q = 0; q < P; ++q) scale[q] += kPanel;
+    for (int q = 0; q < P; ++q) scale[q] = further(scale[q], kPanel);
   }
 }
 
-template <class I, int P, int M = I::mr>
+template <class I, int P, class S, int M = I::mr>
 KT_OP void tile_rows(int64_t m, const typename I::A* a, int64_t lda, const typename I::B* b,
-                     int64_t width, const bf16* const* scales, float unit, int64_t pairs,
-                     int64_t step, bool add, const uint8_t* ahead, int64_t jump, float* c) {
+                     int64_t width, const S* scales, float unit, int64_t pairs, int64_t step,
+                     bool add, const uint8_t* ahead, int64_t jump, float* c) {
   if (m == M)
     return tile<I, M, P>(a, lda, b, width, scales, unit, pairs, step, add, ahead, jump, c);
   if constexpr (M > 1)
-    tile_rows<I, P, M - 1>(m, a, lda, b, width, scales, unit, pairs, step, add, ahead, jump, c);
+    tile_rows<I, P, S, M - 1>(m, a, lda, b, width, scales, unit, pairs, step, add, ahead, jump, c);
 }
 
 // All rows over unpacked lines, in tiles of nearly equal height. An ISA with `matrix_tiles` is
 // asked first: its matmul() does the whole product in its own order (codes as they are: unit 1),
 // or returns false.
-template <class I, int P>
-void dense(const Rows& a, const Line<I, P>* b, const bf16* const* scales, float unit, int64_t pairs,
+template <class I, int P, class S>
+void dense(const Rows& a, const Line<I, P>* b, const S* scales, float unit, int64_t pairs,
            int64_t step, bool add, const Ahead& next, float* c) {
   if (!a.m) return;
   if constexpr (I::matrix_tiles)
@@ -126,13 +136,17 @@ void dense(const Rows& a, const Line<I, P>* b, const bf16* const* scales, float 
   // Panels per tile: accumulators take at most three quarters of the registers.
   constexpr int N = 4 * I::mr * P * kVecs<I> <= 3 * I::registers ? P : 1;
   int64_t tiles = (a.m + I::mr - 1) / I::mr;
-  const bf16* scale[P];
-  for (int q = 0; q < P; ++q) scale[q] = scales[q] ? scales[q] : kOnes;  // one group then
+  S scale[P];
+  for (int q = 0; q < P; ++q) {
+    scale[q] = scales[q];
+    if (!scales[q].at) set_ones(scale[q]);  // one group then
+  }
   for (int q = 0; q < P; q += N)
     for (int64_t t = 0, i = 0; t < tiles; ++t) {
       int64_t rows = (a.m - i + tiles - t - 1) / (tiles - t);
-      tile_rows<I, N>(rows, (const typename I::A*)a.a + i * a.ld, a.ld, b->v[q], P, scale + q, unit,
-                      pairs, step, add, next.run[t & 1], next.jump, c + i * kCols + q * kPanel);
+      tile_rows<I, N, S>(rows, (const typename I::A*)a.a + i * a.ld, a.ld, b->v[q], P, scale + q,
+                         unit, pairs, step, add, next.run[t & 1], next.jump,
+                         c + i * kCols + q * kPanel);
       i += rows;
     }
 }
@@ -141,7 +155,8 @@ template <class I, class F>
 struct Driver : Transposed<I, F> {
   using typename Packing<I, F>::f32, typename Packing<I, F>::u32;
   using Packing<I, F>::V, Packing<I, F>::L, Packing<I, F>::lines, Packing<I, F>::scales,
-      Packing<I, F>::group_pairs, Transposed<I, F>::unpack_across;
+      Packing<I, F>::zeros, Packing<I, F>::zeros_of, Packing<I, F>::group_pairs,
+      Transposed<I, F>::unpack_across;
   using A = typename I::A;
 
   // What few() prefetches while it works on a line: the line kAhead further on in the order of
@@ -164,13 +179,17 @@ struct Driver : Transposed<I, F> {
   template <int P>
   KT_OP int64_t skip_of(const Packed* const* w, const int64_t* p) {
     const bool pair = P == 2 && w[0]->data == w[P - 1]->data && p[P - 1] == p[0] + 1;
-    return pair ? panel_bytes(w[0]->shape, F::bits, F::scaled) : 0;
+    return pair ? panel_bytes(w[0]->shape, kStorage<F>) : 0;
   }
 
+  struct Beside {  // the codes of a panel
+    ScalesOf<F> scales;
+    const uint8_t* zeros;
+  };
   template <int M, int P>
   static __attribute__((noinline)) void few(const A* a, int64_t lda, const uint8_t* const* w,
-                                            const bf16* const* scales, const Shape& shape,
-                                            int64_t skip, bool add, float* c) {
+                                            const Beside* beside, const Shape& shape, int64_t skip,
+                                            bool add, float* c) {
     const int64_t pairs = shape.kp / 2, step = group_pairs(shape);
     // C stays in registers where they suffice: through memory, each group waits for the last one.
     constexpr bool hold = 4 * M * P * V <= I::registers;
@@ -178,19 +197,24 @@ struct Driver : Transposed<I, F> {
     if (hold && add) load_c<I, M, P>(c, total);
     if (!hold && !add) clear_c<I, M, P>(c);
     Stream in[P];
-    const bf16* scale[P];
+    ScalesOf<F> scale[P];
+    const uint8_t* zero[P];
     for (int q = 0; q < P; ++q) {
       in[q] = stream(w[q], shape);
-      scale[q] = F::scaled ? scales[q] : kOnes;
+      scale[q] = beside[q].scales, zero[q] = beside[q].zeros;
+      if constexpr (!F::scaled) set_ones(scale[q]);
     }
     for (int64_t g = 0, p = 0; g < pairs; g += step) {
       f32 acc[M][P][V] = {};
+      u32 z[P][V];
+      for (int q = 0; q < P; ++q)
+        for (int j = 0; j < V; ++j) z[q][j] = zeros_of(zero[q], 0, j);
       for (int64_t end = min64(pairs, g + step); p < end; p += F::pairs)
         for (int q = 0; q < P; ++q) {
           prefetch(in[q], skip);
           for (int j = 0; j < V; ++j) {
             typename I::B out[F::pairs];
-            F::template decode<I>(*(const u32*)(in[q].line + j * L * 4), out);
+            decode<I, F>(*(const u32*)(in[q].line + j * L * 4), z[q][j], out);
             for (int t = 0; t < F::pairs; ++t)
               for (int i = 0; i < M; ++i)
                 acc[i][q][j] = I::dot(acc[i][q][j], a + i * lda + 2 * (p + t), out[t], I{});
@@ -200,21 +224,23 @@ struct Driver : Transposed<I, F> {
       if constexpr (hold) {
         for (int q = 0; q < P; ++q)
           for (int j = 0; j < V; ++j) {
-            const f32 s = I::splat(F::template unit<I>) * I::load_bf16(scale[q] + j * L);
+            const f32 s = I::splat(F::template unit<I>) * scale[q].template of<I>(j * L);
             for (int i = 0; i < M; ++i) total[i][q][j] = I::fma(s, acc[i][q][j], total[i][q][j]);
           }
       } else {
         fold<I, M, P>(acc, scale, F::template unit<I>, c);
       }
       if (F::scaled)
-        for (int q = 0; q < P; ++q) scale[q] += kPanel;
+        for (int q = 0; q < P; ++q) scale[q] = further(scale[q], kPanel);
+      if (has_zeros<F>())
+        for (int q = 0; q < P; ++q) zero[q] += kPanel;
     }
     if (hold) store_c<I, M, P>(total, c);
   }
 
   template <int P, int M = I::few>
-  KT_OP void few_rows(const Rows& a, const uint8_t* const* w, const bf16* const* s,
-                      const Shape& shape, int64_t skip, bool add, float* c) {
+  KT_OP void few_rows(const Rows& a, const uint8_t* const* w, const Beside* s, const Shape& shape,
+                      int64_t skip, bool add, float* c) {
     if (a.m == M) {
       if constexpr (2 * M * P * V <= I::registers)
         return few<M, P>((const A*)a.a, a.ld, w, s, shape, skip, add, c);
@@ -225,13 +251,27 @@ struct Driver : Transposed<I, F> {
     if constexpr (M > 1) few_rows<P, M - 1>(a, w, s, shape, skip, add, c);
   }
 
-  // Lines of one panel as unscaled bf16 pairs into column q of P-panel lines.
+  // Lines of one panel as unscaled bf16 pairs into column q of P-panel lines; `step` pairs per
+  // group.
   template <int P>
-  static void unpack(const uint8_t* line, int64_t pairs, int q, Line<I, P>* dst) {
+  static void unpack(const uint8_t* line, const uint8_t* zero, int64_t step, int64_t pairs, int q,
+                     Line<I, P>* dst) {
+    if constexpr (has_zeros<F>()) {
+      for (int64_t g = 0, p = 0; p < pairs; ++g, p += step, line += step / F::pairs * kAlign)
+        unpack_group<P>(line, zero, g, min64(step, pairs - p), q, dst + p);
+    } else {
+      unpack_group<P>(line, zero, 0, pairs, q, dst);
+    }
+  }
+  template <int P>
+  KT_OP void unpack_group(const uint8_t* line, const uint8_t* zero, int64_t g, int64_t pairs, int q,
+                          Line<I, P>* dst) {
+    u32 z[V];
+    for (int j = 0; j < V; ++j) z[j] = zeros_of(zero, g * kPanel, j);
     for (int64_t p = 0; p < pairs; p += F::pairs, line += kAlign)
       for (int j = 0; j < V; ++j) {
         typename I::B out[F::pairs];
-        F::template decode<I>(*(const u32*)(line + j * L * 4), out);
+        decode<I, F>(*(const u32*)(line + j * L * 4), z[j], out);
         for (int t = 0; t < F::pairs; ++t) dst[p + t].v[q][j] = out[t];
       }
   }
@@ -247,18 +287,24 @@ struct Driver : Transposed<I, F> {
   static void nt_panels(const Rows& a, const Packed* const* w, const int64_t* p, bool add, float* c,
                         void* scratch) {
     const uint8_t* data[P];
-    const bf16* scale[P];
-    for (int q = 0; q < P; ++q) data[q] = lines(*w[q], p[q]), scale[q] = scales(*w[q], p[q]);
+    Beside beside[P];
+    ScalesOf<F> scale[P];
+    for (int q = 0; q < P; ++q) {
+      data[q] = lines(*w[q], p[q]);
+      beside[q] = {scales(*w[q], p[q]), zeros(*w[q], p[q])};
+      scale[q] = beside[q].scales;
+    }
     int64_t pairs = w[0]->shape.kp / 2, step = group_pairs(w[0]->shape);
-    if (a.m <= I::few) return few_rows<P>(a, data, scale, w[0]->shape, skip_of<P>(w, p), add, c);
+    if (a.m <= I::few) return few_rows<P>(a, data, beside, w[0]->shape, skip_of<P>(w, p), add, c);
     auto* b = (Line<I, P>*)scratch;
-    const int64_t ahead = panel_bytes(w[0]->shape, F::bits, F::scaled) + skip_of<P>(w, p);
+    const int64_t ahead = panel_bytes(w[0]->shape, kStorage<F>) + skip_of<P>(w, p);
     const int64_t most = F::scaled ? chunk_pairs(pairs, step) : pairs;
     for (int64_t from = 0; from < pairs; from += most) {
       const int64_t n = min64(most, pairs - from), line = from / F::pairs * kAlign;
       for (int q = 0; q < P; ++q) {
-        unpack<P>(data[q] + line, n, q, b);
-        if (from) scale[q] += most / step * kPanel;
+        unpack<P>(data[q] + line, beside[q].zeros, step, n, q, b);
+        if (from) scale[q] = further(scale[q], most / step * kPanel);
+        if (has_zeros<F>()) beside[q].zeros += most / step * kPanel;
       }
       const Ahead next{{data[0] + line + ahead, data[P - 1] + line + ahead}, 8 * kAlign};
       const Rows part{(const A*)a.a + 2 * from, a.ld, a.m};
@@ -282,7 +328,7 @@ struct Driver : Transposed<I, F> {
       Packing<I, F>::round_panel(w, panel + q, kp, rows, [&](int64_t i, int j, u32 pairs) {
         b[i].v[q][j] = I::line(pairs);
       });
-    const bf16* none[P] = {};
+    const PlainScales none[P] = {};
     // Where rows are short, the next panels lie behind these.
     const auto* after = (const uint8_t*)w.src + (panel + P) * kPanel * w.rs * size_of(w.type);
     const Ahead next{{after, after + kp / 2 * kAlign}, w.rs == w.k ? 8 * kAlign : 0};
@@ -297,9 +343,9 @@ struct Driver : Transposed<I, F> {
   static void nn(const Rows& a, const Packed& w, int64_t col, bool add, float* c, void* scratch) {
     if (a.m == 0) return;
     auto* b = (Line<I, 2>*)scratch;
-    const bf16* none[2] = {};
+    const PlainScales none[2] = {};
     const int64_t count = panels(w.shape.n), most = chunk_pairs(count * kPanel / 2, 1) * 2 / kPanel;
-    const int64_t bytes = panel_bytes(w.shape, F::bits, F::scaled);
+    const int64_t bytes = panel_bytes(w.shape, kStorage<F>);
     for (int64_t p = 0; p < count; p += most) {
       const int64_t end = min64(count, p + most), pairs = (end - p) * kPanel / 2;
       unpack_across(w, col, p, end, 0, b);
@@ -344,7 +390,7 @@ struct Driver : Transposed<I, F> {
           b[p].v[q][j] = I::zip(I::load_bf16(x + o), I::load_bf16(y + o));
         }
     }
-    const bf16* none[2] = {};
+    const PlainScales none[2] = {};
     const Ahead nothing{{(const uint8_t*)v, (const uint8_t*)v}, 0};
     dense<I, 2>(at, b, none, 1.f, pairs, pairs, add, nothing, c);
   }

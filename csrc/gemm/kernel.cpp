@@ -18,11 +18,11 @@ constexpr Kernel make() {
   using E = Elementwise<I>;
   Kernel k = {};
   k.isa = I::name, k.cpu = KT_ISA_CPU, k.format = F::name, k.slow_on = I::slow_on;
-  k.bits = F::bits, k.scaled = F::scaled;
+  k.stored = kStorage<F>, k.codes = codes_of<F>();
   k.groups = F::groups, k.group_count = int(std::extent_v<decltype(F::groups)>);
   k.default_group = F::default_group;
   k.a_size = sizeof(typename I::A), k.line_size = sizeof(Line<I, 1>);
-  k.pack = D::pack, k.unpack = D::unpack_panel;
+  k.pack = D::pack, k.pack_codes = D::pack_codes, k.unpack = D::unpack_panel;
   k.gather = D::gather, k.nt = D::nt, k.nt_of = D::nt_of, k.nn = D::nn, k.transpose = D::transpose,
   k.tn = D::tn;
   if constexpr (F::quads > 0) {

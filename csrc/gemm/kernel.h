@@ -44,8 +44,8 @@ struct DropKey {
 struct Kernel {
   const char *isa, *cpu, *format;
   const char* slow_on;  // CPU vendor on which this tier is usable but not chosen by itself
-  int bits;
-  bool scaled;
+  Storage stored;
+  const char* codes;  // the published codes that it takes (kt_core/loading/codes.py)
   const int* groups;  // values per scale that the format allows
   int group_count, default_group;
   int a_size;         // bytes of an A element
@@ -58,6 +58,10 @@ struct Kernel {
   // scratch: pack_scratch() bytes (panel.h).
   bool (*pack)(const void* src, DType t, int64_t rs, int64_t cs, const Shape& s, int64_t p0,
                int64_t p1, uint8_t* dst, void* scratch);
+  // The same from published codes, bit for bit; false if one is no number of the format or a scale
+  // is not finite.
+  bool (*pack_codes)(const Codes& w, const Shape& s, int64_t p0, int64_t p1, uint8_t* dst,
+                     void* scratch);
   // Rows [16 p, 16 p + 16) as fp32 into out [16][k] (only rows < n are written).
   void (*unpack)(const Packed& w, int64_t p, float* out);
 

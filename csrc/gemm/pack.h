@@ -1,5 +1,6 @@
 // Packing a matrix into panels and back (panel.h), for every ISA and format.
 #pragma once
+#include "contracts.h"
 #include "gemm/kernel.h"
 
 namespace kt {
@@ -7,6 +8,51 @@ namespace {
 
 template <class I>
 constexpr int kVecs = int(kPanel) / I::lanes;  // vectors per panel line
+
+// The scales of a panel from a group on, as fp32: times the channels' factors where there are any.
+template <class T, bool Factor>
+struct Scales {
+  const T* at;
+  template <class I>
+  __attribute__((always_inline)) typename I::f32 of(int64_t lane) const {
+    return load<I>(at + lane);
+  }
+  template <class I>
+  KT_OP typename I::f32 load(const bf16* p) {
+    return I::load_bf16(p);
+  }
+  template <class I>
+  KT_OP typename I::f32 load(const float* p) {
+    return *(const typename I::f32*)p;
+  }
+};
+template <class T>
+struct Scales<T, true> {
+  const T* at;
+  const float* factor;
+  template <class I>
+  __attribute__((always_inline)) typename I::f32 of(int64_t lane) const {
+    return Scales<T, false>::template load<I>(at + lane) * *(const typename I::f32*)(factor + lane);
+  }
+};
+template <class F>
+using ScalesOf = Scales<typename ScaleOf<F>::type, has_factor<F>()>;
+using PlainScales = Scales<bf16, false>;
+// Of a group `scales` further on.
+template <class S>
+KT_OP S further(S s, int64_t scales) {
+  s.at += scales;
+  return s;
+}
+// Of the panel that begins `bytes` further on.
+template <class T>
+KT_OP Scales<T, false> next_panel(const Scales<T, false>& s, int64_t bytes) {
+  return {s.at + bytes / int64_t(sizeof(T))};
+}
+template <class T>
+KT_OP Scales<T, true> next_panel(const Scales<T, true>& s, int64_t bytes) {
+  return {s.at + bytes / int64_t(sizeof(T)), s.factor + bytes / 4};
+}
 
 // Lanes of x whose number has bit S change places with those of y that have it not.
 template <int S, class T>
@@ -37,17 +83,36 @@ struct Packing {
   using f32 = typename I::f32;
   using u32 = typename I::u32;
   using u64 = typename I::u64;
+  using Scale = typename ScaleOf<F>::type;
   static constexpr int V = kVecs<I>, L = I::lanes;
 
   // -- where the parts of a packed matrix lie -----------------------------------------------------
   KT_OP const uint8_t* panel(const Packed& w, int64_t p) {
-    return w.data + p * panel_bytes(w.shape, F::bits, F::scaled);
+    return w.data + p * panel_bytes(w.shape, kStorage<F>);
   }
   KT_OP const uint8_t* lines(const Packed& w, int64_t p) {
-    return panel(w, p) + scale_bytes(w.shape, F::scaled);
+    return panel(w, p) + lines_at(w.shape, kStorage<F>);
   }
-  KT_OP const bf16* scales(const Packed& w, int64_t p) {
-    return F::scaled ? (const bf16*)panel(w, p) : nullptr;
+  // Of group g on.
+  KT_OP ScalesOf<F> scales(const Packed& w, int64_t p, int64_t g = 0) {
+    if constexpr (!F::scaled) return {};
+    const uint8_t* from = panel(w, p);
+    const auto* at = (const Scale*)(from + scales_at(kStorage<F>)) + g * kPanel;
+    if constexpr (has_factor<F>())
+      return {at, (const float*)from};
+    else
+      return {at};
+  }
+  // Zero points; null in formats without.
+  KT_OP const uint8_t* zeros(const Packed& w, int64_t p) {
+    if constexpr (!has_zeros<F>()) return nullptr;
+    return panel(w, p) + zeros_at(w.shape, kStorage<F>);
+  }
+  // Those `first` further on in every byte of their channel's dword.
+  KT_OP u32 zeros_of(const uint8_t* zero, int64_t first, int j) {
+    if constexpr (!has_zeros<F>()) return u32{};
+    const auto* at = (const typename I::u8*)(zero + first + j * L);
+    return __builtin_convertvector(*at, u32) * 0x01010101u;
   }
   KT_OP int64_t group_pairs(const Shape& s) { return (F::scaled ? group_size(s) : s.kp) / 2; }
 
@@ -156,7 +221,7 @@ struct Packing {
                          void* scratch) {
     bool finite = true;
     for (int64_t p = p0; p < p1; ++p) {
-      uint8_t* line = dst + p * panel_bytes(s, F::bits, F::scaled);
+      uint8_t* line = dst + p * panel_bytes(s, kStorage<F>);
       finite &= round_panel(w, p, s.kp, scratch, [&](int64_t i, int j, u32 pairs) {
         *(u32*)(line + i * kAlign + j * L * 4) = pairs;
       });
@@ -168,48 +233,134 @@ struct Packing {
                    int64_t p1, uint8_t* dst, void* scratch) {
     if constexpr (!F::scaled)
       return pack_plain({src, t, rs, cs, s.n, s.k}, s, p0, p1, dst, scratch);
-    constexpr int per_line = 2 * F::pairs;
-    const int64_t step = F::scaled ? group_size(s) : s.kp;
-    float* v = (float*)scratch;
-    uint16_t* code = (uint16_t*)(v + s.kp);
+    Channel to(s, scratch);
     float bad = 0;  // x - x is 0 for finite x and NaN otherwise
     for (int64_t p = p0; p < p1; ++p) {
-      uint8_t* base = dst + p * panel_bytes(s, F::bits, F::scaled);
-      uint8_t* line = base + scale_bytes(s, F::scaled);
-      bf16* scale = (bf16*)base;
-      if (F::scaled) __builtin_memset(base, 0, size_t(scale_bytes(s, true)));
+      to.begin_panel(dst + p * panel_bytes(s, kStorage<F>));
       for (int64_t r = 0; r < kPanel; ++r) {
         if (int64_t n = p * kPanel + r; n < s.n) {
-          load_row(src, t, n * rs, cs, s, v);
+          load_row(src, t, n * rs, cs, s, to.v);
         } else {
-          __builtin_memset(v, 0, size_t(s.kp) * 4);
+          __builtin_memset(to.v, 0, size_t(s.kp) * 4);
         }
-        for (int64_t k = 0; k < s.kp; ++k) bad += v[k] - v[k];
-        for (int64_t g = 0; g < s.kp; g += step) {
-          float sc = F::encode(v + g, min64(step, s.kp - g), code + g);
-          if (F::scaled) scale[g / step * kPanel + r] = narrow(sc);
-        }
-        for (int64_t k = 0; k < s.kp; k += per_line) {
-          uint32_t d = F::dword(code + k);
-          __builtin_memcpy(line + k / per_line * kAlign + r * 4, &d, 4);
-        }
+        for (int64_t k = 0; k < s.kp; ++k) bad += to.v[k] - to.v[k];
+        to.choose(r);
+        to.store(r);
       }
     }
     return bad == 0;
   }
 
+  static bool pack_codes(const Codes& w, const Shape& s, int64_t p0, int64_t p1, uint8_t* dst,
+                         void* scratch) {
+    if constexpr (!F::scaled) return false;
+    Channel to(s, scratch);
+    bool good = true;
+    for (int64_t p = p0; p < p1; ++p) {
+      to.begin_panel(dst + p * panel_bytes(s, kStorage<F>));
+      for (int64_t r = 0; r < kPanel; ++r) {
+        __builtin_memset(to.v, 0, size_t(s.kp) * 4);
+        to.choose(r);  // codes of zero, for what is beyond the matrix
+        if (int64_t n = p * kPanel + r; n < s.n) good &= to.take(w, n, r);
+        to.store(r);
+      }
+    }
+    return good;
+  }
+
+  // One channel on its way into a panel.
+  struct Channel {
+    const Shape& s;
+    float* v;        // [kp]: values, to choose codes for
+    uint16_t* code;  // [kp]
+    uint8_t* base = nullptr;
+
+    Channel(const Shape& shape, void* scratch)
+        : s(shape), v((float*)scratch), code((uint16_t*)(v + shape.kp)) {}
+    void begin_panel(uint8_t* at) {
+      base = at;
+      __builtin_memset(base, 0, size_t(lines_at(s, kStorage<F>)));
+    }
+    Scale* scale(int64_t g, int64_t r) {
+      return (Scale*)(base + scales_at(kStorage<F>)) + g * kPanel + r;
+    }
+    uint8_t* zero(int64_t g, int64_t r) { return base + zeros_at(s, kStorage<F>) + g * kPanel + r; }
+    void put_scale(int64_t g, int64_t r, float x) {
+      if constexpr (sizeof(Scale) == 4)
+        *scale(g, r) = x;
+      else
+        *scale(g, r) = narrow(x);
+    }
+    // Codes, scales and what else there is, for v.
+    void choose(int64_t r) {
+      if constexpr (has_factor<F>()) {
+        const float factor = F::factor(v, s.kp), inv = factor > 0 ? 1.f / factor : 0.f;
+        ((float*)base)[r] = factor;
+        for (int64_t k = 0; k < s.kp; ++k) v[k] *= inv;
+      }
+      const int64_t step = group_size(s);
+      for (int64_t g = 0, k = 0; k < s.kp; ++g, k += step)
+        put_scale(g, r, encode<F>(v + k, min64(step, s.kp - k), code + k, zero(g, r)));
+    }
+    // Those that are published for channel n; false if one is no number.
+    bool take(const Codes& w, int64_t n, int64_t r) {
+      bool good = true;
+      const uint8_t* from = w.codes + n * w.rs;
+      for (int64_t k = 0; k < s.k; ++k) {
+        code[k] = from[k * w.cs];
+        good &= code[k] >> F::bits == 0;
+        if constexpr (requires { F::valid(code[k]); }) good &= F::valid(code[k]);
+      }
+      if constexpr (has_factor<F>()) {
+        const float factor = w.factor ? w.factor[n * w.factor_rs] : 1.f;
+        ((float*)base)[r] = factor;
+        good &= factor - factor == 0;
+      }
+      for (int64_t g = 0; g * group_size(s) < s.k; ++g) {
+        const float x = w.scales[n * w.scale_rs + g * w.scale_cs];
+        put_scale(g, r, x * scale_of_code<F>());
+        good &= x - x == 0;
+        if constexpr (has_zeros<F>()) {
+          const uint8_t z = w.zeros[n * w.zero_rs + g * w.zero_cs];
+          *zero(g, r) = F::zero_byte(z);
+          good &= F::valid_zero(z);
+        }
+      }
+      if constexpr (has_zeros<F>())  // beyond the matrix, zero too
+        for (int64_t k = s.k; k < s.kp; ++k) {
+          const uint8_t z = w.zeros[n * w.zero_rs + (s.k - 1) / group_size(s) * w.zero_cs];
+          code[k] = z < 15 ? z : 15;
+        }
+      return good;
+    }
+    void store(int64_t r) {
+      constexpr int per_line = 2 * F::pairs;
+      uint8_t* line = base + lines_at(s, kStorage<F>) + r * 4;
+      for (int64_t k = 0; k < s.kp; k += per_line, line += kAlign) {
+        const uint32_t d = F::dword(code + k);
+        __builtin_memcpy(line, &d, 4);
+      }
+    }
+  };
+
   static void unpack_panel(const Packed& w, int64_t p, float* out) {
     const Shape& s = w.shape;
     const uint8_t* line = lines(w, p);
-    const bf16* scale = scales(w, p);
     for (int64_t k = 0; k < s.kp; k += 2 * F::pairs, line += kAlign)
       for (int j = 0; j < V; ++j) {
         typename I::B pair[F::pairs];
-        F::template decode<I>(*(const u32*)(line + j * L * 4), pair);
-        f32 sc = I::splat(F::template unit<I>);
-        if (F::scaled) sc *= I::load_bf16(scale + k / group_size(s) * kPanel + j * L);
+        const int64_t g = F::scaled ? k / group_size(s) : 0;
+        decode<I, F>(*(const u32*)(line + j * L * 4), zeros_of(zeros(w, p), g * kPanel, j), pair);
+        f32 sc = I::splat(F::template unit<I>), factor = I::splat(1.f);
+        if constexpr (F::scaled) {
+          const auto at = scales(w, p, g);
+          sc *= Scales<Scale, false>{at.at}.template of<I>(j * L);
+          if constexpr (has_factor<F>()) factor = *(const f32*)(at.factor + j * L);
+        }
         for (int x = 0; x < 2 * F::pairs; ++x) {
+          // in this order: a code times a scale of few bits is exact
           f32 val = (x & 1 ? I::hi_of(pair[x / 2]) : I::lo_of(pair[x / 2])) * sc;
+          if constexpr (has_factor<F>()) val *= factor;
           for (int i = 0; i < L && k + x < s.k; ++i)
             if (p * kPanel + j * L + i < s.n) out[(j * L + i) * s.k + k + x] = val[i];
         }

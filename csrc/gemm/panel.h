@@ -1,7 +1,10 @@
 // The one packed layout of a weight matrix W [n, k], the same for every ISA and for both passes.
 //
-// W is cut into panels of 16 output channels. A panel is
-//   scales: bf16 [groups][16], padded to 64 bytes (absent in unscaled formats)
+// W is cut into panels of 16 output channels. A panel is, each part padded to 64 bytes and absent
+// in formats that have none of it (Storage),
+//   factors: fp32 [16], a second scale of whole channels
+//   scales: bf16 or fp32 [groups][16]
+//   zeros: bytes [groups][16], zero points as the format keeps them
 //   lines:  64 bytes each, 16 channels x 1 dword; a line holds `32 / bits` values of k per channel.
 // Order of k inside a dword (chosen so that masks and shifts give whole bf16 pairs (k, k+1)):
 //   bf16 : k0 k1                        one pair
@@ -18,6 +21,14 @@
 #include "kt.h"
 
 namespace kt {
+
+// What a format keeps of a value, and beside values.
+struct Storage {
+  int bits;        // of a code
+  int scale_size;  // bytes of a scale: 2 (bf16), 4 (fp32), 0 (none)
+  bool zeros, factor;
+  bool scaled() const { return scale_size > 0; }
+};
 
 struct Shape {
   int64_t n, k, kp;  // channels, reduction, padded reduction
@@ -39,20 +50,37 @@ struct Matrix {
   DType type;
   int64_t rs, cs, n, k;
 };
+// A matrix [n, k] as it is published in codes of a format: strides are of elements, in any order.
+// zeros and factor are null in formats without.
+struct Codes {
+  const uint8_t* codes;  // [n, k], one a byte
+  int64_t rs, cs;
+  const float* scales;  // [n, groups]
+  int64_t scale_rs, scale_cs;
+  const uint8_t* zeros;  // [n, groups]
+  int64_t zero_rs, zero_cs;
+  const float* factor;  // [n]
+  int64_t factor_rs;
+};
 // Reduction lengths of LoRA factors are padded to this: r = 8 must not cost kBlock.
 KT_OP int64_t padded_rank(int64_t k) { return round_up(k, 8); }
 
 KT_OP int64_t panels(int64_t n) { return (n + kPanel - 1) / kPanel; }
 KT_OP int64_t group_size(const Shape& s) { return s.group ? s.group : s.kp; }
 KT_OP int64_t groups(const Shape& s) { return (s.kp + group_size(s) - 1) / group_size(s); }
-KT_OP int64_t scale_bytes(const Shape& s, bool scaled) {
-  return scaled ? round_up(groups(s) * kPanel * 2, kAlign) : 0;
+// Where the parts of a panel begin: its factors at 0.
+KT_OP int64_t scales_at(const Storage& f) { return f.factor ? kPanel * 4 : 0; }
+KT_OP int64_t zeros_at(const Shape& s, const Storage& f) {
+  return scales_at(f) + round_up(groups(s) * kPanel * f.scale_size, kAlign);
 }
-KT_OP int64_t panel_bytes(const Shape& s, int bits, bool scaled) {
-  return scale_bytes(s, scaled) + s.kp * kPanel * bits / 8;
+KT_OP int64_t lines_at(const Shape& s, const Storage& f) {
+  return zeros_at(s, f) + (f.zeros ? round_up(groups(s) * kPanel, kAlign) : 0);
 }
-KT_OP int64_t matrix_bytes(const Shape& s, int bits, bool scaled) {
-  return panels(s.n) * panel_bytes(s, bits, scaled);
+KT_OP int64_t panel_bytes(const Shape& s, const Storage& f) {
+  return lines_at(s, f) + s.kp * kPanel * f.bits / 8;
+}
+KT_OP int64_t matrix_bytes(const Shape& s, const Storage& f) {
+  return panels(s.n) * panel_bytes(s, f);
 }
 
 // Of Kernel::pack: a row in fp32, a panel's rows as codes, a vector that is read past them.

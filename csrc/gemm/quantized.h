@@ -127,15 +127,15 @@ struct QuantizedDriver {
 
   KT_OP i32 idot(i32 acc, u32 bytes, const Quad* q) {
     if constexpr (direct) return I::idot_signed(acc, bytes, q);
-    if constexpr (F::bias <= 8) return I::idot_small(acc, bytes, q, I{});
+    if constexpr (F::bias <= 16) return I::idot_small(acc, bytes, q, I{});
     return I::idot(acc, bytes, q);
   }
   // A stored line as the bytes that idot takes.
-  KT_OP void bytes_of(u32 line, u32 (&out)[F::quads]) {
+  KT_OP void bytes_of(u32 line, u32 zero, u32 (&out)[F::quads]) {
     if constexpr (direct)
       out[0] = line;
     else
-      F::template bytes<I>(line, out);
+      bytes<I, F>(line, zero, out);
   }
   // 128 x (the weights of a line), which rows + 128 have too much.
   KT_OP i32 add_excess(i32 excess, u32 line) {
@@ -160,11 +160,11 @@ struct QuantizedDriver {
     return I::to_float(sum - kRoundMagicBits) * I::splat(r.scale);
   }
   template <int M, int P>
-  KT_OP void fold(i32 (&acc)[M][P][V], const Quantized& a, int64_t g, const bf16* const (&scale)[P],
+  KT_OP void fold(i32 (&acc)[M][P][V], const Quantized& a, int64_t g, const ScalesOf<F> (&scale)[P],
                   float* c) {
     for (int q = 0; q < P; ++q)
       for (int j = 0; j < V; ++j) {
-        f32 s = I::load_bf16(scale[q] + j * L);
+        f32 s = scale[q].template of<I>(j * L);
         for (int i = 0; i < M; ++i) {
           float* p = c + i * kCols + q * kPanel + j * L;
           f32 sum = scaled(acc[i][q][j], a.scale[i * a.groups + g]);
@@ -176,10 +176,10 @@ struct QuantizedDriver {
   // A step of the fold with C in registers: see Driver::few.
   template <int M, int P>
   KT_OP void fold_in(const i32 (&acc)[M][P][V], const Quantized& a, int64_t g,
-                     const bf16* const (&scale)[P], f32 (&total)[M][P][V]) {
+                     const ScalesOf<F> (&scale)[P], f32 (&total)[M][P][V]) {
     for (int q = 0; q < P; ++q)
       for (int j = 0; j < V; ++j) {
-        f32 s = I::load_bf16(scale[q] + j * L);
+        f32 s = scale[q].template of<I>(j * L);
         for (int i = 0; i < M; ++i) {
           f32 sum = scaled(acc[i][q][j], a.scale[i * a.groups + g]);
           total[i][q][j] = I::fma(s, sum, total[i][q][j]);
@@ -189,9 +189,9 @@ struct QuantizedDriver {
   // Folds group g, whose weight scales begin at `at`, into C: in registers (hold) or in memory.
   template <bool hold, int M, int P>
   KT_OP void end_group(i32 (&acc)[M][P][V], const Quantized& a, int64_t g,
-                       const bf16* const* scales, int64_t at, f32 (&total)[M][P][V], float* c) {
-    const bf16* s[P];
-    for (int q = 0; q < P; ++q) s[q] = scales[q] + at;
+                       const ScalesOf<F>* scales, int64_t at, f32 (&total)[M][P][V], float* c) {
+    ScalesOf<F> s[P];
+    for (int q = 0; q < P; ++q) s[q] = further(scales[q], at);
     if constexpr (hold)
       fold_in<M, P>(acc, a, g, s, total);
     else
@@ -227,7 +227,7 @@ struct QuantizedDriver {
   // steps: these are so short that a line in each would wait for memory.
   template <int M, int P>
   static __attribute__((noinline)) void tile(const Quantized& a, const Weights<P>& w,
-                                             const bf16* const* scales, const Block& block,
+                                             const ScalesOf<F>* scales, const Block& block,
                                              const Groups& n, const Prefetch& next, float* c) {
     // sums, C, two weights and a broadcast have to fit the registers
     constexpr bool hold = 2 * M * P * V + 3 <= I::registers;
@@ -264,8 +264,9 @@ struct QuantizedDriver {
   // As Driver::few. `n.per_scale` groups of a row share a weight scale.
   template <int M, int P>
   static __attribute__((noinline)) void few(const Quantized& a, const uint8_t* const* w,
-                                            const bf16* const* scales, const Shape& shape,
-                                            int64_t skip, const Groups& n, float* c) {
+                                            const ScalesOf<F>* scales, const uint8_t* const* zeros,
+                                            const Shape& shape, int64_t skip, const Groups& n,
+                                            float* c) {
     const int64_t quads = shape.kp / 4;
     constexpr bool hold = 4 * M * P * V <= I::registers;
     const Quad* codes = (const Quad*)a.codes;
@@ -276,12 +277,15 @@ struct QuantizedDriver {
       i32 acc[M][P][V], excess[P][V] = {};
       const i32 whole[P * V] = {};
       begin<M, P>(acc, a, g, whole);
+      u32 z[P][V];
+      for (int q = 0; q < P; ++q)
+        for (int j = 0; j < V; ++j) z[q][j] = D::zeros_of(zeros[q], scale, j);
       for (int64_t end = min64(quads, k + n.quads); k < end; k += F::quads)
         for (int q = 0; q < P; ++q) {
           D::prefetch(in[q], skip);
           for (int j = 0; j < V; ++j) {
             u32 bytes[F::quads];
-            bytes_of(*(const u32*)(in[q].line + j * L * 4), bytes);
+            bytes_of(*(const u32*)(in[q].line + j * L * 4), z[q][j], bytes);
             if constexpr (direct) excess[q][j] = add_excess(excess[q][j], bytes[0]);
             for (int t = 0; t < F::quads; ++t)
               for (int i = 0; i < M; ++i)
@@ -307,42 +311,47 @@ struct QuantizedDriver {
   }
 
   template <int P, int M>
-  KT_OP void tile_rows(int64_t m, const Quantized& a, const Weights<P>& w, const bf16* const* s,
+  KT_OP void tile_rows(int64_t m, const Quantized& a, const Weights<P>& w, const ScalesOf<F>* s,
                        const Block& block, const Groups& n, const Prefetch& next, float* c) {
     if (m == M) return tile<M, P>(a, w, s, block, n, next, c);
     if constexpr (M > 1) tile_rows<P, M - 1>(m, a, w, s, block, n, next, c);
   }
   template <int P, int M>
-  KT_OP void few_rows(const Quantized& a, const uint8_t* const* w, const bf16* const* s,
-                      const Shape& shape, int64_t skip, const Groups& n, float* c) {
+  KT_OP void few_rows(const Quantized& a, const uint8_t* const* w, const ScalesOf<F>* s,
+                      const uint8_t* const* z, const Shape& shape, int64_t skip, const Groups& n,
+                      float* c) {
     if (a.m == M) {
-      if constexpr (2 * M * P * V <= I::registers) return few<M, P>(a, w, s, shape, skip, n, c);
-      for (int q = 0; q < P; ++q) few<M, 1>(a, w + q, s + q, shape, 0, n, c + q * kPanel);
+      if constexpr (2 * M * P * V <= I::registers) return few<M, P>(a, w, s, z, shape, skip, n, c);
+      for (int q = 0; q < P; ++q) few<M, 1>(a, w + q, s + q, z + q, shape, 0, n, c + q * kPanel);
       return;
     }
-    if constexpr (M > 1) few_rows<P, M - 1>(a, w, s, shape, skip, n, c);
+    if constexpr (M > 1) few_rows<P, M - 1>(a, w, s, z, shape, skip, n, c);
   }
 
   template <int P>
   static void panels_of(const Quantized& a, const Packed* const* w, const int64_t* p, float* c,
                         void* scratch) {
     const uint8_t* data[P];
-    const bf16* scale[P];
-    for (int q = 0; q < P; ++q) data[q] = D::lines(*w[q], p[q]), scale[q] = D::scales(*w[q], p[q]);
+    const uint8_t* zeros[P];
+    ScalesOf<F> scale[P];
+    for (int q = 0; q < P; ++q) {
+      data[q] = D::lines(*w[q], p[q]);
+      scale[q] = D::scales(*w[q], p[q]), zeros[q] = D::zeros(*w[q], p[q]);
+    }
     const Shape& s = w[0]->shape;
     const int64_t quads = s.kp / 4;
     const Groups n = groups_of(s, a.group);
     if (a.m <= I::few)
-      return few_rows<P, I::few>(a, data, scale, s, D::template skip_of<P>(w, p), n, c);
+      return few_rows<P, I::few>(a, data, scale, zeros, s, D::template skip_of<P>(w, p), n, c);
     if constexpr (I::matrix_tiles) {  // exact sums: the same bits as below
       auto* b = (Bytes<P>*)scratch;
-      for (int q = 0; q < P; ++q) unpack<P>(data[q], {0, n.count, 0, quads}, q, b);
+      for (int q = 0; q < P; ++q) unpack<P>(data[q], zeros[q], s, {0, n.count, 0, quads}, q, b);
       if (I::template matmul8<P>(a, b, scale, quads, n.quads, n.per_scale, c)) return;
     }
     // Blocks of 512 quads (64 KB of two panels, in the L2 cache): each begins and ends a tile, with
     // C through memory and branches of which no two tiles are alike; blocks of 128, which stay in
     // L1, cost 8 % of a prefill.
-    const int64_t step = max64(1, 512 / n.quads), bytes = panel_bytes(s, F::bits, F::scaled);
+    const int64_t step = max64(1, 512 / n.quads), bytes = panel_bytes(s, kStorage<F>);
     for (int64_t g = 0; g < n.count; g += step) {
       const int64_t end = min64(n.count, g + step);
       const Block block{g, end, g * n.quads, min64(quads, end * n.quads)};
@@ -358,7 +367,7 @@ struct QuantizedDriver {
         rows_times<P>(a, weights, scale, block, n, next, c);
       } else {
         auto* b = (Bytes<P>*)scratch;
-        for (int q = 0; q < P; ++q) unpack<P>(data[q], block, q, b);
+        for (int q = 0; q < P; ++q) unpack<P>(data[q], zeros[q], s, block, q, b);
         Weights<P> weights{{}, P * V, nullptr, 0};
         for (int q = 0; q < P; ++q) weights.b[q] = b->v[q];
         rows_times<P>(a, weights, scale, block, n, next, c);
@@ -382,19 +391,35 @@ struct QuantizedDriver {
 
   // Lines of one panel as unsigned bytes into column q of b.
   template <int P>
-  KT_OP void unpack(const uint8_t* data, const Block& block, int q, Bytes<P>* b) {
-    const uint8_t* line = data + block.k0 / F::quads * kAlign;
-    for (int64_t k = block.k0; k < block.k1; k += F::quads, line += kAlign, b += F::quads)
+  KT_OP void unpack(const uint8_t* data, const uint8_t* zeros, const Shape& s, const Block& block,
+                    int q, Bytes<P>* b) {
+    if constexpr (has_zeros<F>()) {
+      const int64_t group = group_size(s) / 4;
+      for (int64_t k = block.k0, end; k < block.k1; b += end - k, k = end) {
+        end = min64(block.k1, (k / group + 1) * group);
+        unpack_group<P>(data, zeros, k / group, k, end, q, b);
+      }
+    } else {
+      unpack_group<P>(data, zeros, 0, block.k0, block.k1, q, b);
+    }
+  }
+  template <int P>
+  KT_OP void unpack_group(const uint8_t* data, const uint8_t* zeros, int64_t g, int64_t k,
+                          int64_t end, int q, Bytes<P>* b) {
+    const uint8_t* line = data + k / F::quads * kAlign;
+    u32 z[V];
+    for (int j = 0; j < V; ++j) z[j] = D::zeros_of(zeros, g * kPanel, j);
+    for (; k < end; k += F::quads, line += kAlign, b += F::quads)
       for (int j = 0; j < V; ++j) {
         u32 bytes[F::quads];
-        F::template bytes<I>(*(const u32*)(line + j * L * 4), bytes);
+        bytes_of(*(const u32*)(line + j * L * 4), z[j], bytes);
         for (int t = 0; t < F::quads; ++t) b[t].v[q][j] = bytes[t];
       }
   }
 
   // All rows, in tiles of nearly equal height. next(t, tiles): what tile t prefetches.
   template <int P>
-  KT_OP void rows_times(const Quantized& a, const Weights<P>& all, const bf16* const* scale,
+  KT_OP void rows_times(const Quantized& a, const Weights<P>& all, const ScalesOf<F>* scale,
                         const Block& block, const Groups& n, auto next, float* c) {
     constexpr int N = 4 * I::mr8 * P * V <= 3 * I::registers ? P : 1;  // panels per tile
     const int64_t tiles = (a.m + I::mr8 - 1) / I::mr8;

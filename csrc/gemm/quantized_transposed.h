@@ -69,8 +69,7 @@ struct QuantizedTransposed : QuantizedDriver<I, F> {
     for (int64_t k = 0; k < n; k += kPanel)
       for (int j = 0; j < V; ++j)
         *(f32*)(factors + k + j * L) =
-            k < stored ? I::load_bf16(D::scales(w, k / kPanel) +
-                                      col / group_size(w.shape) * kPanel + j * L)
+            k < stored ? D::scales(w, k / kPanel, col / group_size(w.shape)).template of<I>(j * L)
                        : f32{};
     for (int64_t g = 0, first = 0; first < n; ++g, first += kRowScaleChannels) {
       auto* v = (f32*)(factors + first);
@@ -85,10 +84,11 @@ struct QuantizedTransposed : QuantizedDriver<I, F> {
   // Both digits of a row are rows of `a`.
   static void nn(const Quantized& a, const Packed& w, int64_t col, float* c, void* scratch) {
     if (a.m == 0) return;
-    const bf16* const ones[2] = {kOnes, kOnes};
+    ScalesOf<F> ones[2];
+    set_ones(ones[0]), set_ones(ones[1]);
     const Groups n{a.groups, kRowScaleChannels / 4, a.groups};  // all share one scale of weights: 1
     const int64_t stored = panels(w.shape.n), count = padded_channels(w.shape) / kPanel,
-                  bytes = panel_bytes(w.shape, F::bits, F::scaled);
+                  bytes = panel_bytes(w.shape, kStorage<F>);
     for (int64_t p = 0; p < count; p += kAtOnce) {
       const int64_t end = min64(count, p + kAtOnce), lines = (end - p) * kQuads;
       const Block block{p / kGroup, (end + kGroup - 1) / kGroup, p * kQuads, end * kQuads};
@@ -99,7 +99,8 @@ struct QuantizedTransposed : QuantizedDriver<I, F> {
         const int64_t lines_to = (col + q * kPanel) / (2 * F::pairs) * kAlign;
         for (int64_t x = p; x < end; ++x) {
           u32 quad[kQuads][V] = {};
-          if (x < stored) turn(D::lines(w, x) + lines_to, quad);
+          if (x < stored)
+            turn(D::lines(w, x) + lines_to, D::zeros(w, x), col / group_size(w.shape), quad);
           // as split() has them: quad j of four panels, then quad j + 1
           u32* to = b + ((x - p) / 4 * 4 * kQuads + (x - p) % 4) * V;
           for (int j = 0; j < kQuads; ++j, to += 4 * V)
@@ -125,13 +126,15 @@ struct QuantizedTransposed : QuantizedDriver<I, F> {
   static constexpr int64_t kAtOnce = 6 * kGroup;
 
   // One panel's 16 channels x 16 k, from `line` on, as quads of channels with lanes along k.
-  KT_OP void turn(const uint8_t* line, u32 (&quads)[kQuads][V]) {
+  KT_OP void turn(const uint8_t* line, const uint8_t* zeros, int64_t group,
+                  u32 (&quads)[kQuads][V]) {
     constexpr int kLines = int(kPanel) / 4 / F::quads;
     u32 x[4][V];  // four k of all channels
     for (int t = 0; t < kLines; ++t)
       for (int j = 0; j < V; ++j) {
         u32 bytes[F::quads];
-        QuantizedTransposed::bytes_of(*(const u32*)(line + t * kAlign + j * L * 4), bytes);
+        QuantizedTransposed::bytes_of(*(const u32*)(line + t * kAlign + j * L * 4),
+                                      D::zeros_of(zeros, group * kPanel, j), bytes);
         for (int y = 0; y < F::quads; ++y) x[t * F::quads + y][j] = I::turn_bytes(bytes[y]);
       }
     if constexpr (L == kPanel) {  // runs of four dwords change places

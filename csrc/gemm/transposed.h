@@ -19,7 +19,8 @@ struct Line {  // one unpacked line of P panels
 template <class I, class F>
 struct Transposed : Packing<I, F> {
   using typename Packing<I, F>::f32, typename Packing<I, F>::u32, typename Packing<I, F>::u64;
-  using Packing<I, F>::V, Packing<I, F>::L, Packing<I, F>::lines, Packing<I, F>::scales;
+  using Packing<I, F>::V, Packing<I, F>::L, Packing<I, F>::lines, Packing<I, F>::scales,
+      Packing<I, F>::zeros, Packing<I, F>::zeros_of;
   static constexpr bool single = sizeof(typename I::A) == 4;
 
   // Columns [col, col + 16) of w's panels [p, end) into panel q of dst, one line per pair of
@@ -28,14 +29,17 @@ struct Transposed : Packing<I, F> {
                             Line<I, 2>* dst) {
     const int64_t first = col / 2,
                   have = min64(8, w.shape.kp / 2 - first),  // pairs of k that are stored
-        bytes = panel_bytes(w.shape, F::bits, F::scaled);
+        bytes = panel_bytes(w.shape, kStorage<F>),
+                  group = F::scaled ? col / group_size(w.shape) : 0;
     const uint8_t* line = lines(w, p) + first / F::pairs * kAlign;
-    const bf16* scale = F::scaled ? scales(w, p) + col / group_size(w.shape) * kPanel : nullptr;
-    for (; p < end; ++p, dst += kPanel / 2, line += bytes, scale += F::scaled ? bytes / 2 : 0) {
+    ScalesOf<F> scale = scales(w, p, group);
+    for (; p < end; ++p, dst += kPanel / 2, line += bytes, scale = next_panel(scale, bytes)) {
+      u32 zero[V];
+      for (int j = 0; j < V; ++j) zero[j] = zeros_of(zeros(w, p), group * kPanel, j);
       if constexpr (single)
-        widen_rows(line, have, scale, q, dst);
+        widen_rows(line, have, scale, zero, q, dst);
       else
-        zip_rows(line, have, scale, q, dst);
+        zip_rows(line, have, scale, zero, q, dst);
     }
   }
 
@@ -55,18 +59,18 @@ struct Transposed : Packing<I, F> {
   };
 
   // Vector j of the dwords of all channels, in order of k.
-  KT_OP void load_rows(const uint8_t* line, int64_t have, int j, u32 (&row)[kRows]) {
+  KT_OP void load_rows(const uint8_t* line, int64_t have, u32 zero, int j, u32 (&row)[kRows]) {
     if constexpr (as_bytes) {
       for (int t = 0; t < kRows; t += F::quads) {
         u32 out[F::quads];
-        F::template bytes<I>(*(const u32*)(line + t / F::quads * kAlign + j * L * 4), out);
+        bytes<I, F>(*(const u32*)(line + t / F::quads * kAlign + j * L * 4), zero, out);
         for (int x = 0; x < F::quads; ++x) row[t + x] = I::swap_middle(out[x]);
       }
     } else if constexpr (F::scaled) {
       for (int t = 0; t < kRows; t += F::pairs) {
         typename I::B out[F::pairs] = {};
         if (t < have)
-          F::template decode<I>(*(const u32*)(line + t / F::pairs * kAlign + j * L * 4), out);
+          decode<I, F>(*(const u32*)(line + t / F::pairs * kAlign + j * L * 4), zero, out);
         for (int x = 0; x < F::pairs; ++x) row[t + x] = I::pair_of(out[x]);
       }
     } else {  // bf16 as it is stored
@@ -74,12 +78,12 @@ struct Transposed : Packing<I, F> {
         row[t] = t < have ? *(const u32*)(line + t * kAlign + j * L * 4) : u32{};
     }
   }
-  KT_OP void widen_rows(const uint8_t* line, int64_t have, const bf16* scale, int q,
-                        Line<I, 2>* dst) {
+  KT_OP void widen_rows(const uint8_t* line, int64_t have, const ScalesOf<F>& scale,
+                        const u32 (&zero)[V], int q, Line<I, 2>* dst) {
     Stored stored;
     for (int j = 0; j < V; ++j) {
       u32 row[kRows];
-      load_rows(line, have, j, row);
+      load_rows(line, have, zero[j], j, row);
       for (int b = 0; b < kBlocks; ++b) {
         u32 square[kSide];
         for (int i = 0; i < kSide; ++i) square[i] = row[b * kSide + i];
@@ -90,7 +94,7 @@ struct Transposed : Packing<I, F> {
     alignas(64) float factor[kPanel], shift[kPanel];
     if constexpr (F::scaled)
       for (int j = 0; j < V; ++j) {
-        const f32 s = I::load_bf16(scale + j * L);
+        const f32 s = scale.template of<I>(j * L);
         *(f32*)(factor + j * L) = as_bytes ? s : s * I::splat(F::template unit<I>);
         *(f32*)(shift + j * L) = s * I::splat(-F::bias);
       }
@@ -119,16 +123,16 @@ struct Transposed : Packing<I, F> {
     u64 v = (u64)x;
     return (v & 0xffff00000000ffffull) | (v >> 16 & 0xffff0000ull) | (v << 16 & 0xffff00000000ull);
   }
-  KT_OP void zip_rows(const uint8_t* line, int64_t have, const bf16* scale, int q,
-                      Line<I, 2>* dst) {
+  KT_OP void zip_rows(const uint8_t* line, int64_t have, const ScalesOf<F>& scale,
+                      const u32 (&zero)[V], int q, Line<I, 2>* dst) {
     for (int j = 0; j < V; ++j) {
       u64 v[8];
       f32 sc = {};
-      if (F::scaled) sc = I::load_bf16(scale + j * L) * I::splat(F::template unit<I>);
+      if (F::scaled) sc = scale.template of<I>(j * L) * I::splat(F::template unit<I>);
       for (int t = 0; t < 8; t += F::pairs) {
         typename I::B out[F::pairs] = {};
         if (t < have)
-          F::template decode<I>(*(const u32*)(line + t / F::pairs * kAlign + j * L * 4), out);
+          decode<I, F>(*(const u32*)(line + t / F::pairs * kAlign + j * L * 4), zero[j], out);
         for (int x = 0; x < F::pairs; ++x) {
           u32 pair = F::scaled ? I::round_pair(I::lo_of(out[x]) * sc, I::hi_of(out[x]) * sc)
                                : I::pair_of(out[x]);

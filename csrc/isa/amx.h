@@ -136,12 +136,12 @@ struct Isa_amx : Isa_avx512_bf16 {
   static constexpr int64_t kTileWork = 256;
 
   // C (+)= A x lines, as dense(); false: too little work for a tile configuration.
-  template <int P>
-  static bool matmul(const Rows& a, const void* lines, const bf16* const* scales, int64_t pairs,
-                     int64_t step, bool add, float* c) {
+  template <int P, class S>
+  static bool matmul(const Rows& a, const void* lines, const S* scales, int64_t pairs, int64_t step,
+                     bool add, float* c) {
     if (a.m * pairs * P < kTileWork) return false;
     const tmm::Cut cut(a.m);
-    if (scales[0]) {
+    if (scales[0].at) {
       const int64_t depth = common_depth(pairs, step);
       tmm::configure(cut.rows, depth);
       for (int64_t p = 0; p < pairs; p += step)
@@ -160,16 +160,17 @@ struct Isa_amx : Isa_avx512_bf16 {
   }
 
   // The same in the int8 domain: `step` quads per group of a row, `per_scale` groups per scale.
-  template <int P>
-  static bool matmul8(const Quantized& a, const void* bytes, const bf16* const* scales,
-                      int64_t quads, int64_t step, int64_t per_scale, float* c) {
+  template <int P, class S>
+  static bool matmul8(const Quantized& a, const void* bytes, const S* scales, int64_t quads,
+                      int64_t step, int64_t per_scale, float* c) {
     if (a.m * quads * P < kTileWork) return false;
     const tmm::Cut cut(a.m);
     const int64_t depth = common_depth(quads, step);
     tmm::configure(cut.rows, depth);
     for (int64_t k = 0, g = 0; k < quads; k += step, ++g) {
       f32 s[P];
-      for (int q = 0; q < P; ++q) s[q] = load_bf16(scales[q] + g / per_scale * kPanel);
+      for (int q = 0; q < P; ++q)
+        s[q] = further(scales[q], g / per_scale * kPanel).template of<Isa_amx>(0);
       tmm::blocks(cut, [=]<int R>(int64_t t) {
         alignas(64) int32_t sums[32][kCols];
         multiply<true, R, P>((const uint8_t*)a.codes, a.ld * 4, cut, t, bytes, k,
@@ -226,12 +227,11 @@ struct Isa_amx : Isa_avx512_bf16 {
   }
 
   // C = fma(scale, sum of the group, C).
-  template <int P>
-  KT_OP void scaled_group(const Rows& a, const tmm::Cut& cut, const void* lines,
-                          const bf16* const* scales, int64_t p, int64_t pairs, int64_t g,
-                          int64_t depth, bool add, float* c) {
+  template <int P, class S>
+  KT_OP void scaled_group(const Rows& a, const tmm::Cut& cut, const void* lines, const S* scales,
+                          int64_t p, int64_t pairs, int64_t g, int64_t depth, bool add, float* c) {
     f32 s[P];
-    for (int q = 0; q < P; ++q) s[q] = load_bf16(scales[q] + g * kPanel);
+    for (int q = 0; q < P; ++q) s[q] = further(scales[q], g * kPanel).template of<Isa_amx>(0);
     tmm::blocks(cut, [=]<int R>(int64_t t) {
       alignas(64) float sums[32][kCols];
       multiply<false, R, P>((const uint8_t*)a.a, a.ld * 2, cut, t, lines, p, pairs / depth, depth);

@@ -70,6 +70,26 @@ struct Isa_avx2 : ByteLanes<8> {
       out[2 * h + 1] = line((lows >> 8 & 0x00ff00ffu) | (highs & 0xff00ff00u));
     }
   }
+  // By way of fp16, whose bits are those of fp8 moved up, 2^-8 times as large: the conversion also
+  // takes subnormal numbers, at no cost. Values of the low and of the high halves of dwords are
+  // first put together.
+  static constexpr float fp8_unit = 256.f;
+  KT_OP void fp8_pairs(u32 x, B (&out)[2], auto) {
+    const __m256i apart = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13,  //
+                                                                    2, 3, 6, 7, 10, 11, 14, 15));
+    const u32 half[2] = {(x & 0x007f007fu) << 7 | (x & 0x00800080u) << 8,
+                         (x & 0x7f007f00u) >> 1 | (x & 0x80008000u)};
+    for (int t = 0; t < 2; ++t) {
+      const __m256i v =
+          _mm256_permute4x64_epi64(_mm256_shuffle_epi8((__m256i)half[t], apart), 0xd8);
+      out[t] = {(f32)_mm256_cvtph_ps(_mm256_castsi256_si128(v)),
+                (f32)_mm256_cvtph_ps(_mm256_extracti128_si256(v, 1))};
+    }
+  }
+  KT_OP u32 table_bytes(u32 x, const uint8_t* table) {
+    const __m128i t = _mm_loadu_si128((const __m128i*)table);
+    return (u32)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(t), (__m256i)x);
+  }
   KT_OP __m256i dword_at(const void* p) {
     int x;
     __builtin_memcpy(&x, p, 4);
@@ -80,7 +100,7 @@ struct Isa_avx2 : ByteLanes<8> {
     acc += (i32)_mm256_madd_epi16(even, dword_at(q->v));
     return acc + (i32)_mm256_madd_epi16(odd, dword_at(q->v + 2));
   }
-  KT_OP i32 idot_small(i32 acc, u32 w, const Quad* q, auto) {  // 15 * 127 * 2 fits 16 bits
+  KT_OP i32 idot_small(i32 acc, u32 w, const Quad* q, auto) {  // 31 * 127 * 2 fits 16 bits
     const __m256i sums = _mm256_maddubs_epi16((__m256i)w, dword_at(q->c));
     return acc + (i32)_mm256_madd_epi16(sums, _mm256_set1_epi16(1));
   }

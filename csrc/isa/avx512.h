@@ -81,6 +81,22 @@ struct Isa_avx512 : ByteLanes<16> {
     };
     out[0] = look(x), out[1] = look(x >> 8), out[2] = look(x >> 4), out[3] = look(x >> 12);
   }
+  // The bits of fp8 moved to those of bf16, exponents + 120; subnormal numbers, below 8, by table.
+  KT_OP void fp8_pairs(u32 x, auto (&out)[2], auto isa) {
+    using I = decltype(isa);
+    const __m512i small = _mm512_load_si512(kFp8Values.at), eight = _mm512_set1_epi16(8);
+    const u32 sign[2] = {x << 8 & 0x80008000u, x & 0x80008000u};
+    for (int t = 0; t < 2; ++t, x >>= 8) {
+      const __m512i size = (__m512i)(x & 0x007f007fu);
+      __m512i v = (__m512i)(((u32)size << 4) + 0x3c003c00u);
+      v = _mm512_mask_permutexvar_epi16(v, _mm512_cmplt_epu16_mask(size, eight), size, small);
+      out[t] = I::line((u32)v | sign[t]);
+    }
+  }
+  KT_OP u32 table_bytes(u32 x, const uint8_t* table) {
+    const __m128i t = _mm_loadu_si128((const __m128i*)table);
+    return (u32)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(t), (__m512i)x);
+  }
   KT_OP __m512i dword_at(const void* p) {
     int x;
     __builtin_memcpy(&x, p, 4);

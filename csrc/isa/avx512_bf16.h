@@ -54,6 +54,14 @@ struct Isa_avx512_bf16 : Isa_avx512_vnni {
     out[0].pair = (u32)_mm512_ternarylogic_epi32(_mm512_slli_epi16(high, 8), low, even, 0xf8);
     out[1].pair = (u32)_mm512_ternarylogic_epi32(even, high, _mm512_srli_epi16(low, 8), 0xae);
   }
+  // The table gives -0 for -128: what is missing are the other bits of its high byte.
+  KT_OP void byte_pairs(u32 x, B (&out)[2], auto isa) {
+    int8_pairs(x, out, isa);
+    const __mmask64 least = _mm512_cmpeq_epi8_mask((__m512i)x, _mm512_set1_epi8(char(0x80)));
+    const u32 bits = (u32)_mm512_maskz_mov_epi8(least, _mm512_set1_epi8(0x43));
+    out[0].pair |= bits << 8 & 0xff00ff00u;
+    out[1].pair |= bits & 0xff00ff00u;
+  }
   KT_OP void int4_pairs(u32 x, const bf16* table, B (&out)[4], auto isa) {
     table_pairs(x, table, out, isa);
   }

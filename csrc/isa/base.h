@@ -41,6 +41,23 @@ struct SwapLanes {
 };
 alignas(64) constexpr SwapLanes kSwap;
 
+// bf16 of the codes of fp8 e4m3fn (without NaN).
+struct Fp8Values {
+  alignas(64) bf16 at[256];
+  constexpr Fp8Values() : at() {
+    for (int code = 0; code < 128; ++code) {
+      int e = code >> 3, m = code & 7;
+      if (!e && m) {  // m / 8 of the least exponent
+        for (e = 1; m < 8; --e) m *= 2;
+        m -= 8;
+      }
+      at[code] = code ? bf16((e + 120) << 7 | m << 4) : bf16(0);
+      at[code + 128] = bf16(at[code] | 0x8000);
+    }
+  }
+};
+alignas(64) constexpr Fp8Values kFp8Values;
+
 template <int N>
 struct Lanes {
   static constexpr int lanes = N;
@@ -111,7 +128,7 @@ struct Lanes {
 
   // -- decoding a line of codes: whole bf16 pairs as B vectors (order of k: panel.h) --------------
   // A tier may decode codes times a power of two; what undoes it goes into the scales, exactly.
-  static constexpr float int8_unit = 1.f, int4_unit = 1.f;
+  static constexpr float int8_unit = 1.f, int4_unit = 1.f, fp8_unit = 1.f;
   KT_OP B line(u32 pair) { return {lo(pair), hi(pair)}; }
   KT_OP B zip(f32 lo, f32 hi) { return {lo, hi}; }                       // values of bf16
   KT_OP u32 pair_of(const B& b) { return (u32)b.lo >> 16 | (u32)b.hi; }  // exact codes only
@@ -123,6 +140,8 @@ struct Lanes {
     out[0] = {top_byte(x << 24), top_byte(x << 8)};
     out[1] = {top_byte(x << 16), top_byte(x)};
   }
+  // The same where there may be codes of -128, which int8_pairs() need not take.
+  KT_OP void byte_pairs(u32 x, auto& out, auto isa) { decltype(isa)::int8_pairs(x, out, isa); }
   // Nibbles stored + 8: flipping the top bit of each makes them two's complement.
   KT_OP f32 top_nibble(u32 x) { return __builtin_convertvector((i32)x >> 28, f32); }
   KT_OP void int4_pairs(u32 x, const bf16*, B (&out)[4], auto) {
@@ -131,6 +150,23 @@ struct Lanes {
     out[1] = {top_nibble(x << 20), top_nibble(x << 4)};
     out[2] = {top_nibble(x << 24), top_nibble(x << 8)};
     out[3] = {top_nibble(x << 16), top_nibble(x)};
+  }
+
+  KT_OP void fp8_pairs(u32 x, B (&out)[2], auto isa) {
+    for (int t = 0; t < 2; ++t, x >>= 8) {
+      u32 pair;
+      for (int i = 0; i < N; ++i)
+        pair[i] = kFp8Values.at[x[i] & 255] | uint32_t(kFp8Values.at[x[i] >> 16 & 255]) << 16;
+      out[t] = decltype(isa)::line(pair);
+    }
+  }
+  // Bytes below 16 as indices into a table of 16 bytes.
+  KT_OP u32 table_bytes(u32 x, const uint8_t* table) {
+    u32 out;
+    for (int i = 0; i < N; ++i)
+      out[i] = table[x[i] & 15] | uint32_t(table[x[i] >> 8 & 15]) << 8 |
+               uint32_t(table[x[i] >> 16 & 15]) << 16 | uint32_t(table[x[i] >> 24 & 15]) << 24;
+    return out;
   }
 
   // Nibbles as indices into a table of 16 values of bf16 (which stands there twice).
@@ -199,7 +235,7 @@ struct Lanes {
     for (int i = 0; i < 4; ++i) acc += (i32)(w >> (8 * i) & 0xff) * int32_t(q->v[i]);
     return acc;
   }
-  // The same for bytes of at most 15: products of two fit 16 bits.
+  // The same for bytes of at most 31: products of two fit 16 bits.
   KT_OP i32 idot_small(i32 acc, u32 w, const auto* q, auto isa) {
     return decltype(isa)::idot(acc, w, q);
   }
@@ -213,7 +249,7 @@ struct Lanes {
 // shifting down first takes three, all on the two ports that also multiply. The tier gives
 // byte_on_top<N>(x), byte N of every dword so converted.
 // int8 domain: bytes widen to 16 bits, where products and their pair sums are exact (255 * 127 * 2
-// needs 17 bits, vpmaddwd has 32; vpmaddubsw would saturate); bytes of at most 15 fit vpmaddubsw.
+// needs 17 bits, vpmaddwd has 32; vpmaddubsw would saturate); bytes of at most 31 fit vpmaddubsw.
 template <int N>
 struct ByteLanes : Lanes<N> {
   using typename Lanes<N>::u32;

@@ -14,8 +14,27 @@ namespace {
 
 // Slices begin at multiples of this many values; see max_slices.
 int64_t slice_unit(const Layer& l, const Kernel& k) {
-  if (!k.scaled) return kBlock;
-  return l.group ? max64(64, l.group) : 128;
+  if (!k.stored.scaled()) return kBlock;
+  return l.group ? max64(k.stored.zeros || k.stored.factor ? 128 : 64, l.group) : 128;
+}
+
+// f(kernel, its slice, matrix of the slice, first and last panel, scratch) for all of a matrix, on
+// all threads; whether it was true every time.
+bool pack_slices(const Layer& l, int64_t expert, int projection, auto f) {
+  const Kernel& k = *find_kernel(l.format).kernel;
+  std::atomic<bool> good{true};
+  const int64_t step = 4;  // 4 panels of 2048 bf16 are 256 KB of input: about 0.1 ms
+  CallLock lock;
+  for (const Slice& slice : slices_of(l)) {
+    const Shape& s = slice.shape(projection);
+    const int64_t count = panels(s.n);
+    parallel((count + step - 1) / step, [&](int64_t i, int w) {
+      if (!f(k, slice, s, i * step, min64(count, (i + 1) * step),
+             l.data + slice.matrix(expert, projection), scratch(w, kRows, pack_scratch(s.kp))))
+        good = false;
+    });
+  }
+  return good;
 }
 
 }  // namespace
@@ -36,8 +55,8 @@ std::vector<Slice> slices_of(const Layer& l) {
     s.width = min64(l.intermediate, units * (i + 1) / l.slices * unit) - s.begin;
     s.up = stored_shape(s.width, l.hidden, l.group);
     s.down = stored_shape(l.hidden, s.width, l.group);
-    s.up_bytes = matrix_bytes(s.up, k.bits, k.scaled);
-    s.down_bytes = matrix_bytes(s.down, k.bits, k.scaled);
+    s.up_bytes = matrix_bytes(s.up, k.stored);
+    s.down_bytes = matrix_bytes(s.down, k.stored);
     s.offset = offset;
     offset = s.matrix(l.experts, 0);
   }
@@ -59,21 +78,33 @@ void bind_slices(const Layer& l) {
 
 bool pack_matrix(const Layer& l, int64_t expert, int projection, const void* src, DType t,
                  int64_t ld) {
-  const Kernel& k = *find_kernel(l.format).kernel;
-  std::atomic<bool> finite{true};
-  const int64_t step = 4;  // 4 panels of 2048 bf16 are 256 KB of input: about 0.1 ms
-  CallLock lock;
-  for (const Slice& slice : slices_of(l)) {
-    const Shape& s = slice.shape(projection);
-    const int64_t count = panels(s.n), first = slice.begin * (projection == kDown ? 1 : ld);
-    const auto* from = (const uint8_t*)src + first * size_of(t);
-    parallel((count + step - 1) / step, [&](int64_t i, int w) {
-      if (!k.pack(from, t, ld, 1, s, i * step, min64(count, (i + 1) * step),
-                  l.data + slice.matrix(expert, projection), scratch(w, kRows, pack_scratch(s.kp))))
-        finite = false;
-    });
-  }
-  return finite;
+  return pack_slices(l, expert, projection,
+                     [&](const Kernel& k, const Slice& slice, const Shape& s, int64_t p0,
+                         int64_t p1, uint8_t* dst, void* scratch) {
+                       const int64_t first = slice.begin * (projection == kDown ? 1 : ld);
+                       return k.pack((const uint8_t*)src + first * size_of(t), t, ld, 1, s, p0, p1,
+                                     dst, scratch);
+                     });
+}
+
+bool pack_codes(const Layer& l, int64_t expert, int projection, const Codes& w) {
+  return pack_slices(l, expert, projection,
+                     [&](const Kernel& k, const Slice& slice, const Shape& s, int64_t p0,
+                         int64_t p1, uint8_t* dst, void* scratch) {
+                       Codes part = w;  // slices begin at groups
+                       if (projection == kDown) {
+                         const int64_t g = l.group ? slice.begin / l.group : 0;
+                         part.codes += slice.begin * w.cs;
+                         part.scales += g * w.scale_cs;
+                         if (w.zeros) part.zeros += g * w.zero_cs;
+                       } else {
+                         part.codes += slice.begin * w.rs;
+                         part.scales += slice.begin * w.scale_rs;
+                         if (w.zeros) part.zeros += slice.begin * w.zero_rs;
+                         if (w.factor) part.factor += slice.begin * w.factor_rs;
+                       }
+                       return k.pack_codes(part, s, p0, p1, dst, scratch);
+                     });
 }
 
 void unpack_matrix(const Layer& l, int64_t expert, int projection, float* out) {

@@ -41,8 +41,9 @@ struct Slice {
 };
 
 // The most slices a layer can have. They begin at multiples of the scale group, and at least of 64
-// values where there are scales, a channel's whole if 128: shorter ones would pad scales to a cache
-// line too often (the packed bytes stay within 1.02 of the format's).
+// values where there are scales, a channel's whole if 128, and so many too where there are zero
+// points or factors: shorter ones would pad these to a cache line too often (the packed bytes stay
+// within 1.02 of the format's).
 int64_t max_slices(const Layer& l);
 std::vector<Slice> slices_of(const Layer& l);
 int64_t layer_bytes(const Layer& l);
@@ -52,6 +53,8 @@ void bind_slices(const Layer& l);
 // Packs one matrix, element type t, row-major with `ld` elements per row; false if not finite.
 bool pack_matrix(const Layer& l, int64_t expert, int projection, const void* src, DType t,
                  int64_t ld);
+// The same from published codes, bit for bit; false if one is no number.
+bool pack_codes(const Layer& l, int64_t expert, int projection, const Codes& w);
 void unpack_matrix(const Layer& l, int64_t expert, int projection, float* out);
 
 }  // namespace kt

@@ -78,7 +78,7 @@ struct Plan {
   // ahead by itself.
   void prefetch_panel(int64_t expert, int projection, int64_t panel) const {
     const Packed m = weight(expert, projection, slices[0]);
-    const uint8_t* at = m.data + panel * panel_bytes(m.shape, kernel.bits, kernel.scaled);
+    const uint8_t* at = m.data + panel * panel_bytes(m.shape, kernel.stored);
     for (int64_t i = 0; i < 2048; i += kAlign) __builtin_prefetch(at + i);
   }
 

@@ -7,10 +7,13 @@ What any container of quantized weights yields and what `Experts.put_codes` pack
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+
+from kt_core import formats
+from kt_core.experts import Experts
 
 
 def _table(*values: float) -> Callable[[Tensor], Tensor]:
@@ -107,7 +110,55 @@ class Codes:
         values = values * self._per_value(self.scales)
         return values if self.factor is None else values * self.factor[:, None]
 
+    def in_groups(self, group: int) -> Codes | None:
+        """The same values with `group` values per scale, scales repeated; None where groups would
+        have to be joined."""
+        k = self.codes.shape[1]
+        own = self.group if 0 < self.group < k else 0  # 0: one group is all
+        if own and (not group or own % group):
+            return None
+        if not group or not k:
+            return replace(self, group=group)
+        count = -(-k // group)
+        at = torch.arange(count) * group // (own or k)
+        zeros = None if self.zeros is None else self.zeros[:, at]
+        return replace(self, group=group, scales=self.scales[:, at], zeros=zeros)
+
     def _per_value(self, per_group: Tensor) -> Tensor:
         """``[n, groups]`` as ``[n, k]``."""
         k = self.codes.shape[1]
         return per_group.repeat_interleave(self.group or max(k, 1), dim=1)[:, :k]
+
+
+def put(layer: Experts, expert: int, projection: str, codes: Codes) -> bool:
+    """Packs a matrix into a layer: bit for bit where the layer's format and group can have it so,
+    else its values, rounded to that format. Returns whether bit for bit.
+
+    Raises ValueError as `Experts.put` and `Experts.put_codes` do.
+    """
+    kept = as_kept(codes, layer.format, layer.group)
+    if kept is None:
+        layer.put(expert, projection, codes.dequantize())
+        return False
+    layer.put_codes(expert, projection, kept.codes, kept.scales, kept.zeros, kept.factor)
+    return True
+
+
+def as_kept(codes: Codes, format: str, group: int) -> Codes | None:
+    """What `Experts.put_codes` of a layer in this format and group packs without changing a value;
+    None if there is no such thing.
+
+    Symmetric int4 codes are uint4 codes with zero points of 8. The format int8 has no code -128.
+    """
+    kept = formats.of(format)
+    if codes.format == "int4" and kept.codes == "uint4":
+        codes = replace(
+            codes, format="uint4", zeros=torch.full(codes.scales.shape, 8, dtype=torch.uint8)
+        )
+    if codes.format != kept.codes or (codes.factor is not None and not kept.factor):
+        return None
+    if format == "int8" and bool((codes.codes == 0x80).any()):
+        return None
+    if kept.scale_bits == 16 and not torch.equal(codes.scales.bfloat16().float(), codes.scales):
+        return None
+    return codes.in_groups(group)

@@ -9,9 +9,11 @@ process of a host.
     ...           layers, each at a multiple of 4096 bytes, as `Experts.packed()` gave them
 
 The layers are independent of the machine's instruction set, so a file may be copied between
-machines. It is written under a temporary name and renamed when complete, so a file that exists is
-whole; it is nevertheless checked (size, and CRC-32 of every layer, which also brings the pages into
-memory) each time it is opened. `VERSION` changes whenever the packed layout does.
+machines. The format's name says how scales are kept; whether codes are the checkpoint's own follows
+from its fingerprint and that name. A file is written under a temporary name and renamed when
+complete, so one that exists is whole; it is nevertheless checked (size, and CRC-32 of every layer,
+which also brings the pages into memory) each time it is opened. `VERSION` changes whenever the
+packed layout does.
 """
 
 from __future__ import annotations

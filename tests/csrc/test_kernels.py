@@ -16,7 +16,9 @@ from kernel_cases import (
     INT8_ELEMENT_BAR,
     INT8_FORMATS,
     INT8_GROUPS,
+    ODD_SIZES,
     TIERS,
+    TOKENS,
     check_case,
     check_close,
     choose_tier,
@@ -29,7 +31,7 @@ from kernel_cases import (
 )
 from reference import round_bf16
 
-from kt_core import kernels
+from kt_core import formats, kernels
 from kt_core.experts import Experts, Lora
 from kt_core.names import PROJECTIONS
 
@@ -54,8 +56,7 @@ def test_registry_lists_every_tier_and_format():
     assert all(k["usable"] == (k["missing"] == "") for k in kernels())
 
 
-@pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("tokens", [1, 2, 3, 8, 33])
+@pytest.mark.parametrize("format,tokens", TOKENS)
 def test_matches_reference(tier, format, tokens):
     before = calls(tier, format)
     check_case(make_case(E=4, H=128, I=96, T=tokens, K=2, format=format, seed=tokens))
@@ -84,10 +85,8 @@ def test_groups(tier, format, group):
     check_case(make_case(H=192, I=160, T=9, format=format, group=group))
 
 
-@pytest.mark.parametrize("hidden", [64, 96, 100])
-@pytest.mark.parametrize("intermediate", [40, 72, 96])
-@pytest.mark.parametrize("format", FORMATS)
-def test_sizes_that_divide_nothing(tier, hidden, intermediate, format):
+@pytest.mark.parametrize("format,hidden,intermediate", ODD_SIZES)
+def test_sizes_that_divide_nothing(tier, format, hidden, intermediate):
     group = small_group(format)
     check_case(make_case(H=hidden, I=intermediate, T=25, format=format, group=group, r=3))
 
@@ -414,10 +413,23 @@ def row_key(seed, projection, assignment):
     return (z ^ z >> 31) & 0xFFFFFFFF
 
 
-@pytest.mark.parametrize(
-    "format,group,bar", [("int8", 128, 0.008), ("int4", 32, 0.10), ("bf16", 0, 0.003)]
-)
-def test_quantizer_error_on_normal_weights(format, group, bar):
+QUANTIZER_BARS = {  # relative, at the default group: docs/kernels.md
+    "bf16": 0.003,
+    "int8": 0.008,
+    "int8_fp32": 0.008,
+    "fp8": 0.028,
+    "mxfp8": 0.031,
+    "int4": 0.10,
+    "uint4": 0.105,
+    "nf4": 0.095,
+    "nvfp4": 0.10,
+    "mxfp4": 0.12,
+}
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_quantizer_error_on_normal_weights(format):
+    group, bar = formats.of(format).default_group, QUANTIZER_BARS[format]
     layer = Experts(1, 1024, 256, format=format, group=group)
     w = torch.randn(256, 1024, generator=torch.Generator().manual_seed(0))
     layer.put(0, "gate", w)

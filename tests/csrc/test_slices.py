@@ -94,7 +94,9 @@ def test_uneven_slices_of_odd_sizes(isa, intermediate):
     choose_tier(isa)
     for format, group in GROUPS:
         most = Experts.max_slices(intermediate, format, group)
-        unit = (max(64, group) if group else 128) if formats.of(format).scaled else 32
+        kept = formats.of(format)
+        least = 128 if kept.zeros or kept.factor else 64
+        unit = (max(least, group) if group else 128) if kept.scaled else 32
         assert most == -(-intermediate // unit)
         shape = dict(H=96, I=intermediate, T=25, format=format, group=group, r=3)
         case, sliced = make_case(**shape), make_case(**shape, slices=most)
@@ -111,9 +113,10 @@ def test_uneven_slices_of_odd_sizes(isa, intermediate):
 
 def test_slices_hold_the_same_weights():
     """A scale belongs to a group, and groups are not cut: dequantized values do not change. (A
-    whole channel is cut: every slice has a scale of its own.)"""
+    whole channel is cut: every slice has a scale or factor of its own.)"""
     for format, group in GROUPS:
-        for slices in (2, 3) if group or not formats.of(format).scaled else ():
+        kept = formats.of(format)
+        for slices in (2, 3) if not kept.factor and (group or not kept.scaled) else ():
             a, b = (
                 make_case(E=2, H=64, I=456, T=1, format=format, group=group, slices=n).dense
                 for n in (1, slices)
@@ -124,8 +127,9 @@ def test_slices_hold_the_same_weights():
 @pytest.mark.parametrize("intermediate", [128, 256, 384, 768, 1024, 4096])
 def test_slices_keep_the_packed_size(intermediate):
     for format, group in GROUPS:
-        known = group or not formats.of(format).scaled  # how many values share a scale of 16 bits
-        bits = formats.of(format).bits + (16 / group if group else 0) if known else None
+        kept = formats.of(format)  # how many values share a scale may be known
+        known = (group or not kept.scaled) and not kept.zeros and not kept.factor
+        bits = kept.bits + (kept.scale_bits / group if group else 0) if known else None
         slices = Experts.max_slices(intermediate, format, group)
         assert slices == 8 or intermediate < 1024
         n = Experts.packed_nbytes(4, 256, intermediate, format, group, slices)

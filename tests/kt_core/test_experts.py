@@ -27,7 +27,7 @@ def default_threads():
 @pytest.mark.parametrize(
     "change,text",
     [
-        (dict(format="int3"), "format 'int3' is not known; choose one of bf16, int8, int4"),
+        (dict(format="int3"), "format 'int3' is not known; choose one of bf16, fp8, int8"),
         (dict(group=48), "group is 48; format int8 takes 32, 64, 128 or 0"),
         (dict(activation="swoosh"), "activation 'swoosh'; known: silu"),
         (dict(num_experts=0), "E=0"),

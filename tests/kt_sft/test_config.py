@@ -48,7 +48,7 @@ def test_the_command_line_gives_json():
             "export_layout='3d' is not known; use one of auto, per_expert, fused",
         ),
         ({"zzz": 1}, "unknown key zzz=1; known keys are format"),
-        ({"format": "int3"}, "format='int3' is not known; use one of bf16, int8, int4"),
+        ({"format": "int3"}, "format='int3' is not known; use one of bf16, fp8, int8"),
         ({"group": 48}, "group=48 is not known"),
         ({"group": 32, "format": "bf16"}, "group=32 has no meaning with format=bf16"),
         ({"group": True}, "group=True is not a whole number"),

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kt_core.loading.codes import Codes
+from kt_core.experts import Experts
+from kt_core.loading.codes import Codes, put
 
 
 def row(*codes: int) -> torch.Tensor:
@@ -68,3 +69,44 @@ def test_views_are_taken_as_they_are():
 def test_what_does_not_fit_is_refused(change, message):
     with pytest.raises(ValueError, match=message):
         Codes(**{"format": "int4", "group": 0, "codes": row(1, 2, 3, 4), "scales": one()} | change)
+
+
+@pytest.mark.parametrize(
+    "published,group,format,kept,exact",
+    [
+        ("int8", 128, "int8", 128, False),  # bf16 holds no such scales
+        ("int8", 128, "int8_fp32", 128, True),
+        ("int8", 0, "int8_fp32", 128, True),
+        ("int8", 128, "int8_fp32", 0, False),
+        ("fp8", 128, "fp8", 128, True),
+        ("fp8", 0, "fp8", 0, True),
+        ("fp8", 300, "fp8", 0, True),  # longer than a channel
+        ("fp8", 128, "mxfp8", 32, False),
+        ("int4", 128, "uint4", 64, True),
+        ("uint4", 128, "uint4", 32, True),
+        ("uint4", 32, "uint4", 64, False),
+        ("nvfp4", 16, "nvfp4", 16, True),
+        ("nvfp4", 16, "mxfp4", 32, False),
+    ],
+)
+def test_codes_go_into_a_layer_bit_for_bit_where_they_can(published, group, format, kept, exact):
+    n, k = 32, 256
+    g = torch.Generator().manual_seed(0)
+    count = -(-k // group) if group else 1
+    codes = Codes(
+        published,
+        group,
+        torch.randint(0, 16, (n, k), generator=g, dtype=torch.uint8),
+        (torch.rand(n, count, generator=g) * 16).to(torch.float8_e4m3fn).float()
+        if published == "nvfp4"
+        else torch.rand(n, count, generator=g),
+        torch.randint(0, 17, (n, count), generator=g, dtype=torch.uint8)
+        if published == "uint4"
+        else None,
+        torch.rand(n, generator=g) + 0.1 if published == "nvfp4" else None,
+    )
+    layer = Experts(1, k, n, format=format, group=kept)
+    assert put(layer, 0, "gate", codes) == exact
+    got, want = layer.get(0, "gate"), codes.dequantize()
+    assert torch.equal(got, want) == exact
+    assert float((got - want).norm() / want.norm()) < 0.15
