@@ -38,7 +38,8 @@ for isa in sorted(usable):
     runtime.force_isa(isa)
     for name in formats.names() if isa == "toy_isa" else ["toy4"]:
         for group in formats.of(name).groups:
-            for shape in ({"T": 1, "H": 72, "I": 40}, {"T": 37}, {"T": 130, "E": 2, "I": 100}):
+            # Not one token: its LoRA gradients are single products, which may nearly cancel.
+            for shape in ({"T": 2, "H": 72, "I": 40}, {"T": 37}, {"T": 130, "E": 2, "I": 100}):
                 case = kernel_cases.make_case(format=name, group=group, **shape)
                 found = kernel_cases.check_case(case)
                 errors[f"{isa} {name} {group} {shape}"] = max(found.values())
