@@ -15,21 +15,24 @@ import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Set
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 import transformers
+from transformers import PreTrainedConfig
 from transformers.integrations import is_fsdp_enabled
 from transformers.modeling_utils import PreTrainedModel, is_local_dist_rank_0
 
 from kt_core import experts, formats, patches, runtime
-from kt_core.loading import checkpoint, memory, packing, prequantized, reuse
+from kt_core.loading import memory, packing, prequantized, published, reuse
+from kt_core.loading.checkpoint import Origin
 from kt_core.loading.experts_contract import ExpertsLayout, find_experts
+from kt_core.loading.files import CheckpointFiles
 from kt_core.loading.host import Host
 from kt_core.loading.naming import Naming
-from kt_core.loading.parts import CheckpointFiles
+from kt_core.loading.parts import ExpertRequest
 from kt_core.module import KTExpertsLinear, Runner, inference_runner
 from kt_core.settings import ExpertSettings
 
@@ -80,7 +83,7 @@ def experts_on_cpu(
 def load_model(
     path: str | Path,
     *,
-    format: str = "int8",
+    format: str | None = None,
     group: int | None = None,
     threads: int | None = None,
     numa_nodes: int | None = None,
@@ -134,9 +137,15 @@ _HUB_KEYWORDS = ("trust_remote_code", "revision", "cache_dir", "token", "local_f
 
 
 def refuse_quantized(path: str | Path, from_pretrained: Mapping[str, Any]) -> None:
-    """Raises ValueError if `from_pretrained(path, **from_pretrained)` would load quantized weights:
-    transformers' own quantizers would ask for packages, or hide the experts.
+    """Raises ValueError if `from_pretrained(path, **from_pretrained)` would load weights quantized
+    in a way that we do not read, or would have transformers' own quantizers load them, which would
+    ask for packages, or hide the experts.
     """
+    if getattr(from_pretrained.get("config"), "quantization_config", None) is not None:
+        raise ValueError(
+            "config.quantization_config asks transformers' own quantizer, which would hide the "
+            "experts; delete it: how the checkpoint is quantized, its config.json says"
+        )
     for key in ("quantization_config", "load_in_4bit", "load_in_8bit", "gguf_file"):
         if from_pretrained.get(key):
             raise ValueError(
@@ -185,12 +194,30 @@ def install() -> None:
             f"transformers {transformers.__version__} loads models in a way this package does not "
             "know; install a transformers version from constraints.txt"
         )
+    _install_config_reader()
     ours = staticmethod(functools.partial(_load_pretrained_model, loader.__func__))
     patches.replace(
         *(PreTrainedModel, "_load_pretrained_model", ours),
         by=__name__,
-        why="HfQuantizer, which we tried, LLaMA-Factory refuses under FSDP, and config.json "
-        "had to be edited",
+        why="HfQuantizer, tried, LLaMA-Factory refuses under FSDP",
+    )
+
+
+def _install_config_reader() -> None:
+    """Inside `experts_on_cpu` config.json does not say that weights are quantized: they reach
+    transformers, and LLaMA-Factory before it, as bf16.
+    """
+    original = PreTrainedConfig.__dict__["get_config_dict"].__func__
+
+    @functools.wraps(original)
+    def get_config_dict(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        config, rest = original(cls, *args, **kwargs)
+        return (prequantized.without(config) if _active.get() else config), rest
+
+    patches.replace(
+        *(PreTrainedConfig, "get_config_dict", classmethod(get_config_dict)),
+        by=__name__,
+        why="quantizers need CUDA packages",
     )
 
 
@@ -213,15 +240,16 @@ def _load_pretrained_model(
         )
     _check_devices(load_config.device_map)
     layouts = _layouts(model)
-    settings, host = asked.settings, asked.host
+    host = asked.host
     with host.step("dividing the CPUs", everywhere=True):
         runtime.set_numa_nodes(1)  # what an earlier load chose must not limit the threads
-        host.use_threads(settings.threads)
+        host.use_threads(asked.settings.threads)
     source_name = str(load_config.pretrained_model_name_or_path)
     source = CheckpointFiles([Path(file) for file in checkpoint_files])
     prequantized.refuse_directory(Path(checkpoint_files[0]).parent)  # of a hub model too
     naming = Naming(model, load_config.weight_mapping)
     request = naming.request({layout.name: layout.shape for layout in layouts})
+    settings = replace(asked.settings, format=asked.settings.format or formats.DEFAULT)
     other_bytes = _other_bytes(model, layouts, load_config.device_map)
     # Under FSDP with cpu_ram_efficient_loading only the first process of a machine holds them.
     copies = 1 if is_fsdp_enabled() else host.size
@@ -242,18 +270,12 @@ def _load_pretrained_model(
         need = memory.MemoryNeed(0, other_bytes, staging=0, mapped=0, copies=copies)
         with host.step("comparing the memory they need with what is there", everywhere=True):
             memory.check(need, memory.limits(), source_name)
-    _swap(model, layouts, packed, asked, checkpoint.Origin(source.files, request))
-    # What transformers, which no longer knows the experts, will call their tensors.
-    renamed = Naming(model, load_config.weight_mapping)
-    ours = {
-        renamed.parameter(stored.name)
-        for stored in source.safetensors
-        if request.module(stored.name)
-    }
-    del source  # closes its files
+    _swap(model, layouts, packed, replace(asked, settings=settings), Origin(source.files, request))
     with host.step("loading the other weights", everywhere=True):
-        info, offload = original(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
-        info.unexpected_keys -= ours
+        info, offload = _load_others(
+            lambda state: original(model, state, checkpoint_files, load_config, *args, **kwargs),
+            *(model, source, request, load_config),
+        )
         if not is_fsdp_enabled() or is_local_dist_rank_0():  # else this process holds no weights
             _check_complete(model, info.missing_keys, where=source_name)
             _check_finite(model, where=source_name)
@@ -263,6 +285,29 @@ def _load_pretrained_model(
         by=__name__,
         why="would write a checkpoint without experts",
     )
+    return info, offload
+
+
+def _load_others(
+    load: Callable[[Mapping[str, Any] | None], Any],
+    model: PreTrainedModel,
+    source: CheckpointFiles,
+    request: ExpertRequest,
+    load_config: Any,
+) -> Any:
+    """Has transformers, which no longer knows the experts, load the weights beside them: by itself
+    or, where some are quantized, as what dequantizes when it is asked for a tensor.
+    """
+    state: dict[str, Any] | None = None
+    if source.quantization is not None:
+        dtype = load_config.dtype or torch.bfloat16
+        beside = [w for w in source.weights if request.module(w.name) is None]
+        state = {w.name: published.Lazy(w, dtype) for w in beside}
+        published.say_what_is_dequantized(beside, dtype)
+    renamed = Naming(model, load_config.weight_mapping)
+    ours = {renamed.parameter(w.name) for w in source.weights if request.module(w.name)}
+    info, offload = load(state)
+    info.unexpected_keys -= ours
     return info, offload
 
 
@@ -325,7 +370,7 @@ def _swap(
     layouts: list[ExpertsLayout],
     packed: Mapping[str, experts.Experts],
     asked: _Load,
-    origin: checkpoint.Origin,
+    origin: Origin,
 ) -> None:
     for position, layout in enumerate(layouts):
         parent, _, leaf = layout.name.rpartition(".")

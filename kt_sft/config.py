@@ -59,7 +59,8 @@ class KTConfig(ExpertSettings):
     merged_eval: int = 2
 
     def __post_init__(self) -> None:
-        _one_of("format", self.format, formats.names())
+        if self.format is not None:
+            _one_of("format", self.format, formats.names())
         _one_of("export_layout", self.export_layout, EXPORT_LAYOUTS)
         _one_of("activation", self.activation, ACTIVATIONS)
         _one_of("dense_dtype", self.dense_dtype, DENSE_DTYPES)
@@ -71,7 +72,7 @@ class KTConfig(ExpertSettings):
             _ranks(self.lora_rank)
         if self.group is not None:
             _whole("group", self.group, least=0)
-            form = formats.of(self.format)
+            form = formats.of(self.known_format)
             if not form.scaled:
                 raise ValueError(
                     f"kt_config: group={self.group} has no meaning with format={form.name}, which "

@@ -28,7 +28,8 @@ from kt_core.adapters.peft_format import read_adapter, refuse_variant
 from kt_core.adapters.skeleton import Skeleton, skeleton, weight_files
 from kt_core.loading import checkpoint, prequantized
 from kt_core.loading.experts_contract import find_experts
-from kt_core.loading.parts import CheckpointFiles, TensorHeader
+from kt_core.loading.files import CheckpointFiles
+from kt_core.loading.parts import Quantized, Stored
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -80,12 +81,12 @@ def merge(
     directory `out_dir`.
 
     Works shard by shard; weights keep their names, and their dtypes unless `dtype` is given (W +
-    scaling * B @ A is computed in fp32 and rounded once). Modules that were trained whole
-    (modules_to_save) take the place of the base's, also with more rows for new tokens. Where input
-    embeddings and head were tied and the adapter makes them differ, the head is written too and
-    config.json says that they are not tied. `tokens` is the size of the tokenizer that will go with
-    the result, refused where the embeddings have fewer rows. Raises ValueError for an adapter that
-    does not fit, as `load_adapter` does; `out_dir` appears only when complete.
+    scaling * B @ A is computed in fp32 and rounded once); quantized ones become bf16. Modules that
+    were trained whole (modules_to_save) take the place of the base's, also with more rows for new
+    tokens. Where input embeddings and head were tied and the adapter makes them differ, the head is
+    written too and config.json says that they are not tied. `tokens` is the size of the tokenizer
+    that will go with the result, refused where the embeddings have fewer rows. Raises ValueError
+    for an adapter that does not fit, as `load_adapter` does; `out_dir` appears only when complete.
     """
     source, out, where = Path(model_dir), Path(out_dir), os.fspath(adapter_dir)
     if out.exists():
@@ -105,8 +106,9 @@ def merge(
             f"{where} was trained without these new tokens: remove them, or train it with "
             "resize_vocab"
         )
-    edits = _edits(fitted, site, CheckpointFiles(files), bones, where)
-    config = json.loads((source / "config.json").read_text())
+    stored = CheckpointFiles(files)
+    edits = _edits(fitted, site, stored, bones, where)
+    config = prequantized.without(json.loads((source / "config.json").read_text()))
     merged_files.describe(config, rows=edits.rows, untied=bool(edits.new), dtype=dtype)
     temporary = out.with_name(f".{out.name}.merging")
     shutil.rmtree(temporary, ignore_errors=True)
@@ -115,7 +117,9 @@ def merge(
         merged_files.copy(source, temporary)
         (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         for file in files:
-            _merge_shard(file, temporary / file.name, edits, dtype)
+            weights = [weight for weight in stored.weights if weight.file == file]
+            if weights:
+                _merge_shard(weights, temporary / file.name, edits, dtype)
         if (source / merged_files.INDEX).is_file() and len(files) > 1:
             merged_files.write_index(source, temporary)
         atomic.put_in_place(temporary, out)
@@ -123,32 +127,38 @@ def merge(
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _merge_shard(source: Path, target: Path, edits: _Edits, dtype: torch.dtype | None) -> None:
+def _merge_shard(
+    weights: Sequence[Stored], target: Path, edits: _Edits, dtype: torch.dtype | None
+) -> None:
+    """Writes the weights of one file, quantized ones dequantized to `dtype` or bf16."""
     tensors: dict[str, Tensor] = {}
-    with safe_open(source, "pt") as file:
+    with safe_open(weights[0].file, "pt") as file:
         metadata = file.metadata()
-        keys = list(file.keys())
-        for key in keys:
-            weight = file.get_tensor(key)
+    for entry in weights:
+        edit = edits.by_key.get(entry.name)
+        if isinstance(entry, Quantized):
+            wanted = dtype or torch.bfloat16
+            weight = entry.dequantized(torch.float32 if edit else wanted)
+        else:
+            weight = entry[...]
             wanted = dtype if dtype is not None and weight.dtype in _FLOATS else weight.dtype
-            edit = edits.by_key.get(key, _Edit())
-            if key in edits.by_key and weight.dtype not in _FLOATS:
-                raise ValueError(
-                    f"{source}: {key} is {weight.dtype}, to which a delta cannot be added exactly; "
-                    "merge into a bf16 checkpoint"
-                )
-            tensors[key] = edit.apply(weight, wanted)
-            for name, (origin, new) in edits.new.items():
-                if origin == key:
-                    tensors[name] = new.apply(weight, wanted)
+        if edit is not None and weight.dtype not in _FLOATS:
+            raise ValueError(
+                f"{entry.file}: {entry.name} is {weight.dtype}, to which a delta cannot be added "
+                "exactly; merge into a bf16 checkpoint"
+            )
+        tensors[entry.name] = (edit or _Edit()).apply(weight, wanted)
+        for name, (origin, new) in edits.new.items():
+            if origin == entry.name:
+                tensors[name] = new.apply(weight, wanted)
     safetensors.torch.save_file(tensors, target, metadata=metadata)
 
 
 def _edits(
     fitted: Fitted, site: Site, source: CheckpointFiles, bones: Skeleton, where: str
 ) -> _Edits:
-    stored: dict[str, list[TensorHeader]] = {}
-    for entry in source.safetensors:
+    stored: dict[str, list[Stored]] = {}
+    for entry in source.weights:
         stored.setdefault(bones.naming.parameter(entry.name), []).append(entry)
     by_parameter = _parameter_edits(fitted)
     new: dict[str, tuple[str, _Edit]] = {}
@@ -203,7 +213,7 @@ def _untie(
     twin: str,
     origin: str,
     edits: dict[str, _Edit],
-    stored: Mapping[str, Sequence[TensorHeader]],
+    stored: Mapping[str, Sequence[Stored]],
     new: dict[str, tuple[str, _Edit]],
 ) -> None:
     """Of two tied parameters, of which the checkpoint holds one: the edit of the other becomes a
@@ -214,7 +224,7 @@ def _untie(
     if origin not in stored or twin in stored or not {twin, origin} & edits.keys():
         return
     entry = stored[origin][0]
-    weight = entry.handle.get_tensor(entry.name)
+    weight = entry[...]
     ours, theirs = edits.pop(twin, _Edit()), edits.get(origin, _Edit())
     ends = [edit.apply(weight, torch.float32) for edit in (ours, theirs)]
     if not torch.equal(*ends):

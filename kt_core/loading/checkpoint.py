@@ -19,13 +19,13 @@ from safetensors import SafetensorError
 
 from kt_core.experts import Experts
 from kt_core.loading import dialect
+from kt_core.loading.files import CheckpointFiles
 from kt_core.loading.parts import (
     READABLE,
-    CheckpointFiles,
     ExpertRequest,
     ExpertTensor,
     Shape,
-    TensorHeader,
+    Stored,
     bad_shape,
 )
 from kt_core.names import PROJECTIONS
@@ -38,7 +38,7 @@ def collect(source: CheckpointFiles, request: ExpertRequest) -> dict[str, list[E
     Raises ValueError, naming file and tensor, for a truncated or foreign file, an expert that is
     missing or stored twice, a wrong shape, or a dtype that is not bf16, fp16 or fp32.
     """
-    parts = [part for scan in dialect.scanners() for part in scan(source, request)]
+    parts = [part for scan in dialect.scanners() for part in scan(source.weights, request)]
     chosen: dict[tuple[str, int, str], ExpertTensor] = {}
     for part in parts:
         _check_shape(part, request.shapes[part.module])
@@ -93,7 +93,7 @@ def _layer(
     return sorted((chosen[key] for key in keys), key=lambda part: order[part.file])
 
 
-def _alike(module: str, source: CheckpointFiles, request: ExpertRequest) -> list[TensorHeader]:
+def _alike(module: str, source: CheckpointFiles, request: ExpertRequest) -> list[Stored]:
     """Tensors of the layer of `module` that could be its experts by their shape or number, but go
     to no module that is wanted.
     """
@@ -101,7 +101,7 @@ def _alike(module: str, source: CheckpointFiles, request: ExpertRequest) -> list
     layer = module[: numbers[-1].end()] if numbers else module
     return [
         s
-        for s in source.safetensors
+        for s in source.weights
         if request.module(s.name) is None
         and (s.name.startswith(layer) or request.parameter(s.name).startswith(layer))
         and (len(s.shape) == 3 or re.search(r"\.\d+\.", s.name[len(layer) - 1 :]))

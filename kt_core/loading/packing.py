@@ -19,10 +19,11 @@ from torch import distributed
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from kt_core import experts, runtime
-from kt_core.loading import checkpoint, memory, numa, packed_file, shared
+from kt_core.loading import checkpoint, encoding, memory, numa, packed_file, shared
 from kt_core.loading.experts_contract import ExpertsLayout
+from kt_core.loading.files import CheckpointFiles
 from kt_core.loading.host import Host
-from kt_core.loading.parts import CheckpointFiles, ExpertRequest, ExpertTensor
+from kt_core.loading.parts import ExpertRequest, ExpertTensor
 from kt_core.settings import ExpertSettings
 
 log = logging.getLogger("kt")
@@ -43,7 +44,7 @@ class _Layers:
         """Packed bytes of every layer, by its name."""
         s = self.settings
         return {
-            x.name: experts.Experts.packed_nbytes(*x.shape, s.format, s.group, self.slices)
+            x.name: experts.Experts.packed_nbytes(*x.shape, s.known_format, s.group, self.slices)
             for x in self.layouts
         }
 
@@ -51,7 +52,7 @@ class _Layers:
         """One of the layers, nothing packed yet, in `buffer` or (None) in memory of its own."""
         layer = experts.Experts(
             *layout.shape,
-            format=self.settings.format,
+            format=self.settings.known_format,
             group=self.settings.group,
             activation=layout.activation,
             slices=self.slices,
@@ -67,7 +68,7 @@ class _Layers:
         return experts.Experts.from_packed(
             *layout.shape,
             buffer=view,
-            format=self.settings.format,
+            format=self.settings.known_format,
             group=self.settings.group,
             activation=layout.activation,
             slices=self.slices,
@@ -96,13 +97,15 @@ def pack(
     file = None
     if settings.packed_dir is not None:
         file = Path(settings.packed_dir) / packed_file.filename(
-            _model_id(model), settings.format, settings.weights_per_scale
+            _model_id(model), settings.known_format, settings.weights_per_scale
         )
     layers = _Layers(layouts, settings, _spread(layouts, settings, file, host))
     # Pages of a file lie where they were first read, and cannot be bound to a node.
     copied = file is not None and host.from_first("packing experts", runtime.numa_nodes() > 1)
     sizes = layers.sizes
-    part = max(4 * x.hidden * x.intermediate for x in layouts)  # unpacked, fp32 at most
+    # Of one part, bytes per value: fp32 at most, or codes, scales and products while dequantized.
+    wide = 4 if source.quantization is None else 24
+    part = max(wide * x.hidden * x.intermediate for x in layouts)
     need = memory.MemoryNeed(
         experts=sum(sizes.values()),
         other=other_bytes,
@@ -114,6 +117,7 @@ def pack(
     with host.step("comparing the memory they need with what is there", everywhere=True):
         # before headers: opening a file maps it
         memory.check(need, memory.limits(), model)
+    loss = encoding.Loss()
     with host.step("packing experts on every host", everywhere=True):
         parts: Parts = {}
         with host.step("reading the checkpoint's headers"):
@@ -122,17 +126,18 @@ def pack(
         views: Mapping[str, memoryview] = {}
         if file is not None:
             identity = _identity(model, layers, parts, host)
-            views = _through_file(file, identity, layers, parts, host)
+            views = _through_file(file, identity, layers, parts, host, loss)
         if file is not None and not copied:
             packed = {x.name: layers.over(x, views[x.name]) for x in layouts}
         else:
-            packed = _in_memory(layers, parts, views, host)
+            packed = _in_memory(layers, parts, views, host, loss)
+    loss.say(model, settings.known_format)
     log.info(
         "%s: %d layers of experts, %s bytes as %s%s%s",
         model,
         len(layouts),
         f"{need.experts:,}",
-        settings.format,
+        settings.known_format,
         f", one copy for {host.size} processes" if host.size > 1 else "",
         f", on {runtime.numa_nodes()} NUMA nodes" if runtime.numa_nodes() > 1 else "",
     )
@@ -147,7 +152,7 @@ def _spread(
     with host.step("dividing experts among NUMA nodes", everywhere=True):
         if host.rank == 0:
             most = min(
-                experts.Experts.max_slices(x.intermediate, settings.format, settings.group)
+                experts.Experts.max_slices(x.intermediate, settings.known_format, settings.group)
                 for x in layouts
             )
             exists = file is not None and file.exists()
@@ -160,7 +165,11 @@ def _spread(
 
 
 def _in_memory(
-    layers: _Layers, parts: Parts, views: Mapping[str, memoryview], host: Host
+    layers: _Layers,
+    parts: Parts,
+    views: Mapping[str, memoryview],
+    host: Host,
+    loss: encoding.Loss,
 ) -> dict[str, experts.Experts]:
     """Layers packed from the checkpoint or, where there are `views`, copied from the packed file:
     in memory of this process or of all processes of the host."""
@@ -172,6 +181,7 @@ def _in_memory(
                 layer.put_packed(views[layout.name])
             else:
                 checkpoint.fill(layer, parts[layout.name], bar.update)
+                loss.add(layer, parts[layout.name])
             return layer
 
         if host.size > 1:
@@ -215,7 +225,7 @@ def _identity(model: str, layers: _Layers, parts: Parts, host: Host) -> packed_f
                 source=checkpoint.fingerprint(
                     [part.file for layer in parts.values() for part in layer]
                 ),
-                format=layers.settings.format,
+                format=layers.settings.known_format,
                 group=layers.settings.weights_per_scale,
                 layers=tuple(
                     packed_file.Layer(x.name, *x.shape, x.activation, layers.sizes[x.name])
@@ -229,12 +239,17 @@ def _identity(model: str, layers: _Layers, parts: Parts, host: Host) -> packed_f
 
 
 def _through_file(
-    path: Path, identity: packed_file.Identity, layers: _Layers, parts: Parts, host: Host
+    path: Path,
+    identity: packed_file.Identity,
+    layers: _Layers,
+    parts: Parts,
+    host: Host,
+    loss: encoding.Loss,
 ) -> dict[str, memoryview]:
     """The packed bytes of every layer, mapped from the file, which is made if it is not there."""
     with host.step(f"packing experts into {path.parent}"):
         if host.rank == 0:
-            _create_file(path, identity, layers, parts)
+            _create_file(path, identity, layers, parts, loss)
     with host.step(f"checking {path}"):
         if host.rank == 0:  # the others trust what it has read
             size = sum(x.nbytes for x in identity.layers)
@@ -246,7 +261,13 @@ def _through_file(
     return views
 
 
-def _create_file(path: Path, identity: packed_file.Identity, layers: _Layers, parts: Parts) -> None:
+def _create_file(
+    path: Path,
+    identity: packed_file.Identity,
+    layers: _Layers,
+    parts: Parts,
+    loss: encoding.Loss,
+) -> None:
     """Makes the packed file if it is not there; another run may make it meanwhile."""
     if path.exists():
         return
@@ -260,6 +281,7 @@ def _create_file(path: Path, identity: packed_file.Identity, layers: _Layers, pa
             for layout in layers.layouts:
                 layer = layers.empty(layout, None)
                 checkpoint.fill(layer, parts[layout.name], bar.update)
+                loss.add(layer, parts[layout.name])
                 writer.add(layer.packed())
 
 

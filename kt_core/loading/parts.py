@@ -1,20 +1,24 @@
-"""What checkpoint.py and the dialects say to each other: which files there are, which experts are
+"""What the parts of loading say to each other: which weights are stored and how, which experts are
 asked for, and where each of their matrices lies.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
+import torch
 from torch import Tensor
 
-# Safetensors dtype -> bytes per element; the ones `Experts.put` packs.
-READABLE = {"BF16": 2, "F16": 2, "F32": 4}
+from kt_core.loading.codes import Codes
+
+# Safetensors dtypes that `Experts.put` packs.
+READABLE = ("BF16", "F16", "F32")
+
+# Values of a quantized weight that are dequantized at once: 4 MiB in fp32.
+_PIECE = 1 << 20
 
 Shape = tuple[int, int, int]
 """num_experts, hidden, intermediate of one layer."""
@@ -42,83 +46,163 @@ class ExpertRequest:
 
 
 @dataclass(frozen=True)
-class ExpertTensor:
-    """One projection of one expert as it lies in a checkpoint: shape [out, in]; `read` gives that
-    tensor, `view` its place in the whole stored tensor.
-    """
-
-    module: str
-    expert: int
-    projection: str
-    shape: tuple[int, ...]
-    dtype: str
-    tensor: str
-    file: Path
-    read: Callable[[], Tensor] = field(compare=False, repr=False)
-    view: Callable[[Tensor], Tensor] = field(compare=False, repr=False)
-
-    @property
-    def readable(self) -> bool:
-        """Whether `Experts.put` takes this dtype."""
-        return self.dtype in READABLE
-
-    @property
-    def nbytes(self) -> int:
-        """Stored bytes of this matrix."""
-        size = READABLE[self.dtype]
-        for n in self.shape:
-            size *= n
-        return size
-
-
-@dataclass(frozen=True)
 class TensorHeader:
-    """Header entry of one tensor in a safetensors file; `handle` is the open file."""
+    """Header entry of one tensor in a safetensors file; `handle` is the open file, `nbytes` what
+    the tensor takes there.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     file: Path
     handle: Any = field(compare=False, repr=False)
+    nbytes: int = 0
+
+    def __getitem__(self, index: Any) -> Tensor:
+        """A part of the tensor, or (...) all of it; only that is read."""
+        part: Tensor = self.handle.get_slice(self.name)[index]
+        return part
 
 
-class CheckpointFiles:
-    """The files of one checkpoint; headers are read once, on first use, and the files then stay
-    open.
+@dataclass(frozen=True)
+class Form:
+    """What a quantized weight consists of, as far as its header says.
+
+    codes: the format of its Codes; None where they are none and it is dequantized as it is read.
+    group: values per scale, 0 for one per channel. scales: safetensors dtype of the scales. why:
+    reason for None.
     """
 
-    def __init__(self, files: Sequence[Path]) -> None:
-        """Raises FileNotFoundError for a missing file, ValueError for a pickle."""
-        for file in files:
-            if not file.is_file():
-                raise FileNotFoundError(
-                    f"checkpoint file {file} is missing; download or copy it again"
-                )
-            if file.suffix in (".bin", ".pt", ".pth"):
-                raise ValueError(
-                    f"checkpoint file {file} is a pickle, which cannot be streamed; save the model "
-                    "as safetensors (model.save_pretrained) and load that"
-                )
-        self.files = tuple(files)
-
-    @cached_property
-    def safetensors(self) -> list[TensorHeader]:
-        """Header entries of all `.safetensors` files. Raises ValueError naming a file that is
-        truncated or not one.
-        """
-        return [s for f in self.files if f.suffix == ".safetensors" for s in _headers(f)]
+    codes: str | None
+    group: int = 0
+    scales: str = "F32"
+    why: str = ""
 
 
-def _headers(file: Path) -> list[TensorHeader]:
-    try:
-        handle = safe_open(str(file), framework="pt", device="cpu")
-    except SafetensorError as error:
-        raise ValueError(
-            f"checkpoint file {file} is truncated or not a safetensors file ({error}); download or "
-            "copy it again"
-        ) from error
-    slices = ((name, handle.get_slice(name)) for name in handle.keys())  # noqa: SIM118 - not a dict
-    return [TensorHeader(n, tuple(s.get_shape()), s.get_dtype(), file, handle) for n, s in slices]
+@dataclass(frozen=True)
+class Quantized:
+    """A weight that a container stores quantized, in one or more tensors, under the name that it
+    would have in bf16: shape [out, in], or [E, out, in].
+
+    dtype: how it is stored, for messages. file: of its codes. parts: the tensors it is made of.
+    decode: (expert, first row, last row) -> those rows of a matrix, as Codes or as fp32 values.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    file: Path
+    parts: tuple[TensorHeader, ...]
+    form: Form
+    decode: Callable[[int, int, int], Codes | Tensor] = field(compare=False, repr=False)
+
+    @property
+    def nbytes(self) -> int:
+        """Stored bytes of all its tensors."""
+        return sum(part.nbytes for part in self.parts)
+
+    def __getitem__(self, index: Any) -> Tensor:
+        """Dequantized to fp32: (expert, slice of rows) of stacked ones, or (...) everything."""
+        if index is ...:
+            return self.dequantized(torch.float32)
+        expert, rows = index
+        return self._rows(expert, rows.start, rows.stop)
+
+    def dequantized(self, dtype: torch.dtype) -> Tensor:
+        """All of it, in pieces, so that little is held in fp32 beside the result."""
+        out = torch.empty(self.shape, dtype=dtype)
+        rows = self.shape[-2]
+        step = max(128, _PIECE // max(self.shape[-1], 1) // 128 * 128)
+        for expert, matrix in enumerate(out.view(-1, *self.shape[-2:])):
+            for first in range(0, rows, step):
+                last = min(first + step, rows)
+                matrix[first:last] = self._rows(expert, first, last)
+        return out
+
+    def _rows(self, expert: int, first: int, last: int) -> Tensor:
+        found = self.decode(expert, first, last)
+        return found.dequantize() if isinstance(found, Codes) else found
+
+
+Stored = TensorHeader | Quantized
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows [first, last) of one expert in a stacked tensor; transposed: they are its columns."""
+
+    expert: int
+    first: int
+    last: int
+    transposed: bool = False
+
+    def of(self, stored: Any) -> Tensor:
+        """A view of a tensor, or what is read of a stored one: [last - first, in]."""
+        if self.transposed:
+            turned: Tensor = stored[self.expert, :, self.first : self.last].T
+            return turned
+        part: Tensor = stored[self.expert, self.first : self.last]
+        return part
+
+
+@dataclass(frozen=True)
+class ExpertTensor:
+    """One projection of one expert as it lies in a checkpoint, shape [out, in]: all of a stored
+    tensor, or rows of it.
+    """
+
+    module: str
+    expert: int
+    projection: str
+    shape: tuple[int, ...]
+    stored: Stored
+    rows: Rows | None = None
+
+    @property
+    def tensor(self) -> str:
+        """Name of the stored tensor."""
+        return self.stored.name
+
+    @property
+    def dtype(self) -> str:
+        """As stored."""
+        return self.stored.dtype
+
+    @property
+    def file(self) -> Path:
+        """Where it is stored."""
+        return self.stored.file
+
+    @property
+    def readable(self) -> bool:
+        """Whether `read` gives what `Experts.put` takes."""
+        return isinstance(self.stored, Quantized) or self.dtype in READABLE
+
+    @property
+    def nbytes(self) -> int:
+        """Stored bytes of this matrix."""
+        values, mine = 1, 1
+        for n in self.stored.shape:
+            values *= n
+        for n in self.shape:
+            mine *= n
+        return self.stored.nbytes * mine // max(values, 1)
+
+    def read(self) -> Tensor:
+        """Its values, contiguous: in the dtype that is stored, fp32 for a quantized one."""
+        return self.stored[...] if self.rows is None else self.rows.of(self.stored).contiguous()
+
+    def codes(self) -> Codes:
+        """Its codes, of a quantized one whose form has any."""
+        assert isinstance(self.stored, Quantized)
+        at = self.rows or Rows(0, 0, self.shape[0])
+        found = self.stored.decode(at.expert, at.first, at.last)
+        assert isinstance(found, Codes)
+        return found
+
+    def view(self, whole: Tensor) -> Tensor:
+        """Its place in the whole stored tensor."""
+        return whole if self.rows is None else self.rows.of(whole)
 
 
 def bad_shape(

@@ -1,8 +1,8 @@
 """Checkpoints whose weights are quantized already: recognised from config.json and from the names
-and dtypes of their tensors, and refused in one sentence before anybody's quantizer looks at them.
+of their tensors. Those that no container (kt_core/loading/container) reads are refused in one
+sentence before anybody's quantizer looks at them.
 
-Which containers can be read is decided here and nowhere else: one that a dialect learns to read
-leaves the tables below.
+A method that a container learns to read leaves the table of methods.
 """
 
 from __future__ import annotations
@@ -13,19 +13,22 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from kt_core.loading import container
 from kt_core.loading.headers import read_header
 
-# quant_method of config.json -> what it is. A method that is not here is named as it calls itself.
+# quant_method of config.json -> what it is, of those that no container reads. A method that is not
+# here is named as it calls itself.
 _METHODS = {
-    "awq": "AWQ (4-bit)",
-    "bitsandbytes": "bitsandbytes (4- or 8-bit)",
-    "compressed-tensors": "compressed-tensors",
-    "fbgemm_fp8": "FP8",
-    "fp8": "FP8",
-    "gptq": "GPTQ",
-    "modelopt": "NVIDIA ModelOpt (FP8 or NVFP4)",
-    "mxfp4": "MXFP4",
+    "aqlm": "AQLM",
+    "bitnet": "BitNet",
+    "eetq": "EETQ",
+    "hqq": "HQQ",
+    "quanto": "quanto",
+    "quark": "AMD Quark",
+    "torchao": "torchao",
+    "vptq": "VPTQ",
 }
+_KEYS = ("quantization_config", "compression_config")
 # End of a tensor's name -> what has tensors with such names. Longer names first.
 _NAMES = {
     ".quant_state.bitsandbytes__nf4": "bitsandbytes (4-bit)",
@@ -41,29 +44,69 @@ _NAMES = {
     ".SCB": "bitsandbytes (8-bit)",
     ".W_q": "HQQ",
 }
-_OLD_CONFIGS = {"quantize_config.json": "GPTQ", "quant_config.json": "AWQ"}
+# Files of AutoGPTQ and AutoAWQ from before config.json said it -> quant_method
+_OLD_CONFIGS = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
+
+
+def settings_of(directory: str | Path) -> Mapping[str, Any] | None:
+    """How the weights of the checkpoint in `directory` are quantized, as its small files say; None
+    if they are not, or if these files are silent.
+    """
+    directory = Path(directory)
+    config = directory / "config.json"
+    found = _in_config(json.loads(config.read_text())) if config.is_file() else None
+    if found is not None:
+        return found[1]
+    for name, method in _OLD_CONFIGS.items():
+        if (directory / name).is_file():
+            return {"quant_method": method, **json.loads((directory / name).read_text())}
+    return None
+
+
+def without(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The contents of a config.json, its parts included, less what a container reads."""
+    kept = {}
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            if key in _KEYS and container.find(value) is not None:
+                continue
+            value = without(value)
+        kept[key] = value
+    return kept
 
 
 def refuse(config: Mapping[str, Any], where: str) -> None:
     """Raises ValueError if `config`, the contents of a config.json, says that its weights are
-    quantized. `where` names the checkpoint.
+    quantized in a way that no container reads. `where` names the checkpoint.
     """
-    for key in ("quantization_config", "compression_config"):
+    if (found := _in_config(config)) is not None and container.find(found[1]) is None:
+        key, settings = found
+        method = settings.get("quant_method") or "an unnamed method"
+        said = f"{key}.quant_method: {method} in config.json"
+        _refuse(where, _METHODS.get(str(method), str(method)), said)
+
+
+def _in_config(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]] | None:
+    """The key and the settings of a config.json, or of a part of it (the text, a vision tower)."""
+    for key in _KEYS:
         if found := config.get(key):
-            method = found.get("quant_method") or _old_bitsandbytes(found) or "an unnamed method"
-            said = f"{key}.quant_method: {method} in config.json"
-            _refuse(where, _METHODS.get(str(method), str(method)), said)
-    for part in config.values():  # of the text, of a vision tower
-        if isinstance(part, Mapping):
-            refuse(part, where)
+            return key, found
+    parts = (_in_config(part) for part in config.values() if isinstance(part, Mapping))
+    return next((found for found in parts if found is not None), None)
 
 
 def refuse_names(names: Iterable[str], where: str) -> None:
-    """Raises ValueError if tensors of these names are parts of quantized weights."""
+    """Raises ValueError if tensors of these names are parts of quantized weights: nobody has said
+    how.
+    """
     for name in names:
         for end, what in _NAMES.items():
             if name.endswith(end):
-                _refuse(where, what, f"its tensor {name}")
+                raise ValueError(
+                    f"{where} holds weights quantized with {what} (its tensor {name}), but its "
+                    "config.json has no quantization_config that says how; take config.json from "
+                    "where the weights are from, or give the model's bf16 or fp16 checkpoint"
+                )
 
 
 def refuse_directory(directory: str | Path) -> None:
@@ -74,9 +117,8 @@ def refuse_directory(directory: str | Path) -> None:
     where = str(directory)
     if (config := directory / "config.json").is_file():
         refuse(json.loads(config.read_text()), where)
-    for name, what in _OLD_CONFIGS.items():
-        if (directory / name).is_file():
-            _refuse(where, what, f"its file {name}")
+    if settings_of(directory) is not None:
+        return  # its container looks at the tensors
     indices = sorted(directory.glob("*.index.json"))
     for index in indices:
         refuse_names(json.loads(index.read_text()).get("weight_map", {}), where)
@@ -91,14 +133,9 @@ def refuse_directory(directory: str | Path) -> None:
         _refuse(where, "GGUF", "its only weights are a .gguf file")
 
 
-def _old_bitsandbytes(found: Mapping[str, Any]) -> str | None:
-    """transformers wrote no quant_method before 4.33, when there was one quantizer."""
-    return "bitsandbytes" if found.get("load_in_4bit") or found.get("load_in_8bit") else None
-
-
 def _refuse(where: str, what: str, said: str) -> None:
     raise ValueError(
         f"{where} is a checkpoint quantized with {what} ({said}), which cannot be loaded with its "
-        "experts on the CPU yet; give the model's bf16 or fp16 checkpoint, whose experts are "
+        "experts on the CPU; give the model's bf16 or fp16 checkpoint, whose experts are "
         "quantized as they are loaded"
     )

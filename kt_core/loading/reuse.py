@@ -12,7 +12,7 @@ from typing import Any
 
 from kt_core import experts
 from kt_core.loading.experts_contract import ExpertsLayout
-from kt_core.loading.parts import CheckpointFiles
+from kt_core.loading.files import CheckpointFiles
 from kt_core.settings import ExpertSettings
 
 _held: weakref.WeakValueDictionary[Any, experts.Experts] = weakref.WeakValueDictionary()

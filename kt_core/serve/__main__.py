@@ -51,7 +51,7 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--host", default="127.0.0.1")
     out.add_argument("--port", type=int, default=8000)
     names = f"{', '.join(formats.names())}; default: {formats.DEFAULT}"
-    out.add_argument("--format", default=formats.DEFAULT, help=f"of the expert weights ({names})")
+    out.add_argument("--format", help=f"of the expert weights ({names})")
     out.add_argument("--group", type=int, help="weights per scale (default: the format's)")
     out.add_argument("--threads", type=int, help="for the experts (default: all allowed CPUs)")
     out.add_argument("--numa-nodes", type=int, help="to spread over (default: those there are)")

@@ -108,11 +108,11 @@ def _adapter_config(model: Any) -> Any:
 
 
 def _format(config: KTConfig) -> str:
-    format = formats.of(config.format)
+    format = formats.of(config.known_format)
     if not format.scaled:
         return format.name
     group = format.check_group(config.group)
-    return f"{config.format}, one scale per {f'{group} weights' if group else 'output channel'}"
+    return f"{format.name}, one scale per {f'{group} weights' if group else 'output channel'}"
 
 
 def _counts(trainable: Mapping[str, int]) -> str:

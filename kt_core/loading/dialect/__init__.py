@@ -1,24 +1,25 @@
-"""Checkpoint dialects: one file per container or naming, found by listing this folder.
+"""Checkpoint dialects: how the weights of experts are named and laid out, one file each, found by
+listing this folder. How a single weight is stored is the other axis: kt_core/loading/container.
 
 A dialect is a module with one function
 
-    scan(source: CheckpointFiles, request: ExpertRequest) -> Iterable[ExpertTensor]
+    scan(weights: Sequence[Stored], request: ExpertRequest) -> Iterable[ExpertTensor]
 
-(kt_core.loading.parts) which reads headers only and returns an `ExpertTensor` for every projection
-of every expert that it can name and whose module `request` asks for. Tensors it does not know it
-leaves out: another dialect may know them. Their dtype may be one nobody here decodes; the loader
-then names it. Adding a container adds a file here and touches no other.
+(kt_core.loading.parts) which looks at names and shapes only and returns an `ExpertTensor` for every
+projection of every expert that it can name and whose module `request` asks for. Weights it does not
+know it leaves out: another dialect may know them. Their dtype may be one nobody here decodes; the
+loader then names it. Adding a naming adds a file here and touches no other.
 """
 
 from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
-from kt_core.loading.parts import CheckpointFiles, ExpertRequest, ExpertTensor
+from kt_core.loading.parts import ExpertRequest, ExpertTensor, Stored
 
-Scan = Callable[[CheckpointFiles, ExpertRequest], Iterable[ExpertTensor]]
+Scan = Callable[[Sequence[Stored], ExpertRequest], Iterable[ExpertTensor]]
 
 
 def scanners() -> list[Scan]:

@@ -11,20 +11,17 @@ down). Shapes: gate and up [I, H], down [H, I].
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Iterator, Sequence
 
-from torch import Tensor
-
-from kt_core.loading.parts import CheckpointFiles, ExpertRequest, ExpertTensor
+from kt_core.loading.parts import ExpertRequest, ExpertTensor, Stored
 from kt_core.names import PROJECTION_OF
 
 _NAME = re.compile(r"(?P<module>.+)\.(?P<expert>\d+)\.(?P<leaf>\w+)\.weight")
 
 
-def scan(source: CheckpointFiles, request: ExpertRequest) -> Iterator[ExpertTensor]:
-    """The matrices of the per-expert tensors of `source`."""
-    for stored in source.safetensors:
+def scan(weights: Sequence[Stored], request: ExpertRequest) -> Iterator[ExpertTensor]:
+    """The matrices of the per-expert weights among `weights`."""
+    for stored in weights:
         match = _NAME.fullmatch(stored.name)
         if match is None:
             continue
@@ -38,13 +35,5 @@ def scan(source: CheckpointFiles, request: ExpertRequest) -> Iterator[ExpertTens
                 expert=int(match["expert"]),
                 projection=projection,
                 shape=stored.shape,
-                dtype=stored.dtype,
-                tensor=stored.name,
-                file=stored.file,
-                read=partial(stored.handle.get_tensor, stored.name),
-                view=_all,
+                stored=stored,
             )
-
-
-def _all(stored: Tensor) -> Tensor:
-    return stored

@@ -10,41 +10,37 @@ is. One expert's slice is read at a time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import partial
-from typing import Any
-
-from torch import Tensor
+from collections.abc import Iterator, Sequence
 
 from kt_core.loading.parts import (
-    CheckpointFiles,
     ExpertRequest,
     ExpertTensor,
+    Rows,
+    Stored,
     TensorHeader,
     bad_shape,
 )
 from kt_core.names import STACKED
 
 
-def scan(source: CheckpointFiles, request: ExpertRequest) -> Iterator[ExpertTensor]:
-    """The matrices of the stacked tensors of `source`. Raises ValueError for one of the wrong
+def scan(weights: Sequence[Stored], request: ExpertRequest) -> Iterator[ExpertTensor]:
+    """The matrices of the stacked tensors among `weights`. Raises ValueError for one of the wrong
     shape.
     """
-    for stored in source.safetensors:
+    for stored in weights:
         module, _, tensor = request.parameter(stored.name).rpartition(".")
         if tensor not in STACKED or module not in request.shapes or len(stored.shape) != 3:
             continue
         num_experts, hidden, intermediate = request.shapes[module]
         down = tensor == "down_proj"
         out, inner = (hidden, intermediate) if down else (2 * intermediate, hidden)
+        turned = request.transposed and isinstance(stored, TensorHeader)
         if stored.shape == (num_experts, out, inner):
             transposed = False
-        elif request.transposed and stored.shape == (num_experts, inner, out):
+        elif turned and stored.shape == (num_experts, inner, out):
             transposed = True
         else:
-            expected = (
-                (num_experts, inner, out) if request.transposed else (num_experts, out, inner)
-            )
+            expected = (num_experts, inner, out) if turned else (num_experts, out, inner)
             raise bad_shape(stored.name, stored.file, stored.shape, expected)
         rows = {"down": (0, out)} if down else {"gate": (0, out // 2), "up": (out // 2, out)}
         for expert in range(num_experts):
@@ -54,20 +50,6 @@ def scan(source: CheckpointFiles, request: ExpertRequest) -> Iterator[ExpertTens
                     expert=expert,
                     projection=projection,
                     shape=(last - first, inner),
-                    dtype=stored.dtype,
-                    tensor=stored.name,
-                    file=stored.file,
-                    read=partial(_slice, stored, expert, first, last, transposed),
-                    view=partial(_rows, expert, first, last, transposed),
+                    stored=stored,
+                    rows=Rows(expert, first, last, transposed),
                 )
-
-
-def _slice(stored: TensorHeader, expert: int, first: int, last: int, transposed: bool) -> Tensor:
-    """Rows [first, last) of one expert's matrix, [last - first, in], contiguous."""
-    lazy = stored.handle.get_slice(stored.name)
-    return _rows(expert, first, last, transposed, lazy).contiguous()
-
-
-def _rows(expert: int, first: int, last: int, transposed: bool, stored: Any) -> Tensor:
-    part: Tensor = stored[expert, :, first:last].T if transposed else stored[expert, first:last]
-    return part

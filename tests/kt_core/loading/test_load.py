@@ -26,7 +26,8 @@ from safetensors.torch import load_file, save_file
 from kt_core import experts, hf, patches
 from kt_core.loading import checkpoint
 from kt_core.loading.experts_contract import find_experts
-from kt_core.loading.parts import CheckpointFiles, ExpertRequest
+from kt_core.loading.files import CheckpointFiles
+from kt_core.loading.parts import ExpertRequest
 from kt_core.module import KTExpertsLinear
 from kt_core.settings import ExpertSettings
 
