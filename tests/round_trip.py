@@ -156,6 +156,30 @@ def _has(model: PreTrainedModel, group: str) -> bool:
     return True
 
 
+def gradients(model: PreTrainedModel) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The loss, and its gradients to all weights beside the routed experts: of the routers and, as
+    the embeddings' are among them, of the experts' input.
+    """
+    experts = [m for m in model.modules() if hasattr(m, "gate_up_proj")]
+    own = {id(p) for module in experts for p in module.parameters(recurse=False)}
+    others = {n: p for n, p in model.named_parameters() if id(p) not in own}
+    for parameter in others.values():
+        parameter.requires_grad_(parameter.is_floating_point())
+    loss = model(input_ids=token_ids(), labels=token_ids()).loss
+    loss.backward()
+    return loss.detach(), {n: p.grad for n, p in others.items() if p.grad is not None}
+
+
+def loaded(trained: Trained) -> PreTrainedModel:
+    """The checkpoint that training began with, in our hands and without LoRA."""
+    with session.loading(KTConfig(format="bf16")):
+        model = trained.family.cls.from_pretrained(
+            trained.base, dtype=torch.float32, attn_implementation="eager"
+        )
+    session.prepare(model)
+    return model.eval()
+
+
 def stock_peft(trained: Trained, adapter: Path) -> float | None:
     """The error of stock peft's logits; None if it does not load the adapter."""
     model = stock_model(trained.family, trained.base)

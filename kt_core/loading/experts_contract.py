@@ -2,8 +2,9 @@
 
 The contract, that of transformers' `use_experts_implementation`: own parameters are exactly
 gate_up_proj [E, 2I, H] (gate rows first) and down_proj [E, H, I]; no bias, not transposed, gated as
-act_fn(gate) * up. Whatever looks like experts and breaks it is refused by class name: a bias or an
-interleaved gate that is ignored gives noise, not an error.
+act_fn(gate) * up. A class without that decorator is a row in _UNDECORATED. Whatever looks like
+experts and breaks it is refused by class name: a bias or an interleaved gate that is ignored gives
+noise, not an error.
 """
 
 from __future__ import annotations
@@ -27,8 +28,14 @@ _TRAITS = {
     "has_post_expert_norm": False,
 }
 
-# Class of act_fn -> name of the activation in kt_core.experts.
+# Classes without the decorator whose forward computes exactly what _TRAITS says all the same. They
+# say nothing about themselves, so nothing but reading them tells: tests/kt_sft/test_round_trip.py
+# compares each with its own forward.
+_UNDECORATED = {"transformers.models.lfm2_moe.modeling_lfm2_moe.Lfm2MoeExperts"}
+
+# Class of act_fn, or its name where it is a function -> name of the activation in kt_core.experts.
 _ACTIVATION = {
+    "silu": "silu",
     "SiLUActivation": "silu",
     "SiLU": "silu",
     "GELUActivation": "gelu",
@@ -86,7 +93,7 @@ def _understand(name: str, module: nn.Module) -> ExpertsLayout:
         )
     num_experts, hidden, intermediate = own["down_proj"].shape
     return ExpertsLayout(
-        name, num_experts, hidden, intermediate, _ACTIVATION[_class_of(module, "act_fn")]
+        name, num_experts, hidden, intermediate, _ACTIVATION[_act_fn(module) or ""]
     )
 
 
@@ -95,23 +102,28 @@ def _broken_contract(module: nn.Module, shapes: dict[str, tuple[int, ...]]) -> s
     if set(shapes) != set(STACKED):
         return f"have the parameters {', '.join(sorted(shapes))}"
     traits = {k: v for k, v in vars(module).items() if k.startswith(("is_", "has_"))}
-    if "is_transposed" not in traits or "act_fn" not in module._modules:
+    cls = type(module)
+    undecorated = f"{cls.__module__}.{cls.__qualname__}" in _UNDECORATED
+    activation = _act_fn(module)
+    if activation is None or not ("is_transposed" in traits or undecorated):
         return "do not follow transformers' experts interface"
     strange = [f"{k}={v}" for k, v in traits.items() if k not in _TRAITS or v != _TRAITS[k]]
     if strange:
         return f"have the trait {', '.join(strange)}"
-    if (
-        inspect.getattr_static(type(module), "_apply_gate").__module__
-        != "transformers.integrations.moe"
-    ):
+    gate = inspect.getattr_static(cls, "_apply_gate", None)
+    if gate is not None and gate.__module__ != "transformers.integrations.moe":
         return "gate in a way of their own (_apply_gate)"
     num_experts, hidden, intermediate = shapes["down_proj"]
     if shapes["gate_up_proj"] != (num_experts, 2 * intermediate, hidden):
         return f"have the shapes {list(shapes['gate_up_proj'])} and {list(shapes['down_proj'])}"
-    if _class_of(module, "act_fn") not in _ACTIVATION:
-        return f"use the activation {_class_of(module, 'act_fn')}"
+    if activation not in _ACTIVATION:
+        return f"use the activation {activation}"
     return None
 
 
-def _class_of(module: nn.Module, child: str) -> str:
-    return type(module.get_submodule(child)).__name__
+def _act_fn(module: nn.Module) -> str | None:
+    """What `_ACTIVATION` calls a module's act_fn; None if it has none."""
+    act_fn = getattr(module, "act_fn", None)
+    if isinstance(act_fn, nn.Module):
+        return type(act_fn).__name__
+    return getattr(act_fn, "__name__", None)

@@ -55,6 +55,16 @@ def test_the_adapter_matters(trained):
     assert {"attention", "experts"} <= set(trained.groups)
 
 
+def test_loss_and_gradients_are_those_of_the_familys_own_experts(trained):
+    loss, ours = round_trip.gradients(round_trip.loaded(trained))
+    expected, theirs = round_trip.gradients(round_trip.stock_model(trained.family, trained.base))
+    assert abs(loss - expected) < SAME * expected
+    assert set(ours) == set(theirs)
+    largest = max(g.norm() for g in theirs.values())
+    for name, gradient in theirs.items():
+        assert (ours[name] - gradient).norm() < SAME * (gradient.norm() + 0.01 * largest), name
+
+
 def test_stock_peft_reads_what_was_promised(trained, tmp_path):
     read = {}
     for layout in round_trip.LAYOUTS:
