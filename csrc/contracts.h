@@ -140,6 +140,19 @@ template <class F>
 constexpr Storage kStorage = {F::bits, F::scaled ? int(sizeof(typename ScaleOf<F>::type)) : 0,
                               has_zeros<F>(), has_factor<F>()};
 
+// What several formats are written with: the largest magnitude, NaN left out; and dword() of codes
+// of a byte and of a nibble, in the order of k that gemm/panel.h gives them.
+KT_OP float largest_magnitude(const float* v, int64_t count) {
+  float top = 0;
+  for (int64_t i = 0; i < count; ++i)
+    top = __builtin_fabsf(v[i]) > top ? __builtin_fabsf(v[i]) : top;
+  return top;
+}
+KT_OP uint32_t byte_dword(const uint16_t* c) {
+  return c[0] | uint32_t(c[2]) << 8 | uint32_t(c[1]) << 16 | uint32_t(c[3]) << 24;
+}
+KT_OP uint32_t nibble_dword(const uint16_t* c) { return byte_dword(c) | byte_dword(c + 4) << 4; }
+
 // decode(), bytes() and encode() with a zero point, where the format has any.
 template <class I, class F>
 KT_OP void decode(typename I::u32 x, [[maybe_unused]] typename I::u32 zero,

@@ -249,7 +249,7 @@ def _load_pretrained_model(
     prequantized.refuse_directory(Path(checkpoint_files[0]).parent)  # of a hub model too
     naming = Naming(model, load_config.weight_mapping)
     request = naming.request({layout.name: layout.shape for layout in layouts})
-    settings = replace(asked.settings, format=asked.settings.format or formats.DEFAULT)
+    settings = replace(asked.settings, format=asked.settings.known_format)
     other_bytes = _other_bytes(model, layouts, load_config.device_map)
     # Under FSDP with cpu_ram_efficient_loading only the first process of a machine holds them.
     copies = 1 if is_fsdp_enabled() else host.size

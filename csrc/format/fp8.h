@@ -35,20 +35,12 @@ struct Format_fp8 {
     u = (u + 0x7ffff + (u >> 20 & 1)) >> 20;
     return sign | uint16_t(u - (120 << 3));
   }
-  KT_OP float largest(const float* v, int64_t count) {
-    float top = 0;
-    for (int64_t i = 0; i < count; ++i)
-      top = __builtin_fabsf(v[i]) > top ? __builtin_fabsf(v[i]) : top;
-    return top;
-  }
   KT_OP float encode(const float* v, int64_t count, uint16_t* code) {
-    const float scale = largest(v, count) / 448.f, inv = scale > 0 ? 1.f / scale : 0.f;
+    const float scale = largest_magnitude(v, count) / 448.f, inv = scale > 0 ? 1.f / scale : 0.f;
     for (int64_t i = 0; i < count; ++i) code[i] = round(v[i] * inv);
     return scale;
   }
-  KT_OP uint32_t dword(const uint16_t* c) {
-    return c[0] | uint32_t(c[2]) << 8 | uint32_t(c[1]) << 16 | uint32_t(c[3]) << 24;
-  }
+  KT_OP uint32_t dword(const uint16_t* c) { return byte_dword(c); }
 };
 }  // namespace
 }  // namespace kt

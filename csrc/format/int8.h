@@ -27,10 +27,7 @@ struct Format_int8 {
   KT_OP bool valid(uint16_t code) { return code != 0x80; }  // -128
   // The scale is rounded to bf16 first, then codes are chosen for the scale that is stored.
   KT_OP float encode(const float* v, int64_t count, uint16_t* code) {
-    float top = 0;
-    for (int64_t i = 0; i < count; ++i)
-      top = __builtin_fabsf(v[i]) > top ? __builtin_fabsf(v[i]) : top;
-    float scale = widen(narrow(top / 127.f));
+    float scale = widen(narrow(largest_magnitude(v, count) / 127.f));
     float inv = scale > 0 ? 1.f / scale : 0.f;
     for (int64_t i = 0; i < count; ++i) {
       float q = __builtin_rintf(v[i] * inv);
@@ -39,9 +36,7 @@ struct Format_int8 {
     }
     return scale;
   }
-  KT_OP uint32_t dword(const uint16_t* c) {
-    return c[0] | uint32_t(c[2]) << 8 | uint32_t(c[1]) << 16 | uint32_t(c[3]) << 24;
-  }
+  KT_OP uint32_t dword(const uint16_t* c) { return byte_dword(c); }
 };
 }  // namespace
 }  // namespace kt

@@ -43,16 +43,12 @@ struct Format_mxfp4 {
     return uint16_t(v < 0 ? c | 8 : c);
   }
   KT_OP float encode(const float* v, int64_t count, uint16_t* code) {
-    const float scale = power_of_two(Format_fp8::largest(v, count), 2),
+    const float scale = power_of_two(largest_magnitude(v, count), 2),
                 inv = scale > 0 ? 1.f / scale : 0.f;
     for (int64_t i = 0; i < count; ++i) code[i] = round(v[i] * inv);
     return scale * scale_of_code;
   }
-  KT_OP uint32_t dword(const uint16_t* c) {
-    uint32_t low = c[0] | uint32_t(c[2]) << 8 | uint32_t(c[1]) << 16 | uint32_t(c[3]) << 24;
-    uint32_t high = c[4] | uint32_t(c[6]) << 8 | uint32_t(c[5]) << 16 | uint32_t(c[7]) << 24;
-    return low | high << 4;
-  }
+  KT_OP uint32_t dword(const uint16_t* c) { return nibble_dword(c); }
 };
 }  // namespace
 }  // namespace kt

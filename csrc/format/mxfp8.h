@@ -21,7 +21,8 @@ struct Format_mxfp8 : Format_fp8 {
   static constexpr int groups[] = {32}, default_group = 32;
 
   KT_OP float encode(const float* v, int64_t count, uint16_t* code) {
-    const float scale = power_of_two(largest(v, count), 8), inv = scale > 0 ? 1.f / scale : 0.f;
+    const float scale = power_of_two(largest_magnitude(v, count), 8),
+                inv = scale > 0 ? 1.f / scale : 0.f;
     for (int64_t i = 0; i < count; ++i) code[i] = round(v[i] * inv);
     return scale;
   }

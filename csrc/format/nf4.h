@@ -44,10 +44,8 @@ struct Format_nf4 {
     I::table_pairs(x, kNf4.at, out, I{});
   }
   KT_OP float encode(const float* v, int64_t count, uint16_t* code) {
-    float top = 0;
-    for (int64_t i = 0; i < count; ++i)
-      top = __builtin_fabsf(v[i]) > top ? __builtin_fabsf(v[i]) : top;
-    const float scale = top * scale_of_code, inv = scale > 0 ? 1.f / scale : 0.f;
+    const float scale = largest_magnitude(v, count) * scale_of_code,
+                inv = scale > 0 ? 1.f / scale : 0.f;
     for (int64_t i = 0; i < count; ++i) {
       int best = 7;  // 0
       for (int c = 0; c < 16; ++c)
@@ -58,11 +56,7 @@ struct Format_nf4 {
     }
     return scale;
   }
-  KT_OP uint32_t dword(const uint16_t* c) {
-    uint32_t low = c[0] | uint32_t(c[2]) << 8 | uint32_t(c[1]) << 16 | uint32_t(c[3]) << 24;
-    uint32_t high = c[4] | uint32_t(c[6]) << 8 | uint32_t(c[5]) << 16 | uint32_t(c[7]) << 24;
-    return low | high << 4;
-  }
+  KT_OP uint32_t dword(const uint16_t* c) { return nibble_dword(c); }
 };
 }  // namespace
 }  // namespace kt

@@ -12,10 +12,10 @@ struct Format_nvfp4 : Format_mxfp4 {
 
   // The largest group scale becomes 448, its largest code 6.
   KT_OP float factor(const float* v, int64_t count) {
-    return Format_fp8::largest(v, count) / (448.f * 6.f);
+    return largest_magnitude(v, count) / (448.f * 6.f);
   }
   KT_OP float encode(const float* v, int64_t count, uint16_t* code) {
-    const uint16_t rounded = Format_fp8::round(Format_fp8::largest(v, count) / 6.f);
+    const uint16_t rounded = Format_fp8::round(largest_magnitude(v, count) / 6.f);
     const float scale = widen(kFp8Values.at[rounded]), inv = scale > 0 ? 1.f / scale : 0.f;
     for (int64_t i = 0; i < count; ++i) code[i] = round(v[i] * inv);
     return scale * scale_of_code;

@@ -50,11 +50,7 @@ struct Format_uint4 {
     zero = zero_byte(uint8_t(middle));
     return scale;
   }
-  KT_OP uint32_t dword(const uint16_t* c) {
-    uint32_t low = c[0] | uint32_t(c[2]) << 8 | uint32_t(c[1]) << 16 | uint32_t(c[3]) << 24;
-    uint32_t high = c[4] | uint32_t(c[6]) << 8 | uint32_t(c[5]) << 16 | uint32_t(c[7]) << 24;
-    return low | high << 4;
-  }
+  KT_OP uint32_t dword(const uint16_t* c) { return nibble_dword(c); }
 };
 }  // namespace
 }  // namespace kt

@@ -153,9 +153,8 @@ def _cgroup_limits(root: Path) -> Iterator[Limit]:
         if limit is None or usage is None or limit >= _UNLIMITED:
             continue
         stat = _fields(group / "memory.stat")
-        cache = sum(
-            stat.get(field, 0) for field in names.cache
-        )  # reclaimed before anyone is killed
+        # what is reclaimed before anyone is killed
+        cache = sum(stat.get(field, 0) for field in names.cache)
         yield Limit(f"the cgroup limit {group / names.limit}", max(limit - usage + cache, 0))
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ class _Layers:
     layouts: Sequence[ExpertsLayout]
     settings: ExpertSettings
     slices: int
+    loss: encoding.Loss = field(default_factory=encoding.Loss)
 
     @cached_property
     def sizes(self) -> dict[str, int]:
@@ -62,6 +63,11 @@ class _Layers:
         if buffer is not None:
             layer.bind_slices()
         return layer
+
+    def fill(self, layer: experts.Experts, parts: Parts, progress: Callable[[int], None]) -> None:
+        """Packs one of the layers from the checkpoint, and adds to what re-encoding costs."""
+        checkpoint.fill(layer, parts[layer.name], progress)
+        self.loss.add(layer, parts[layer.name])
 
     def over(self, layout: ExpertsLayout, view: memoryview) -> experts.Experts:
         """One of the layers, whose packed bytes are `view`."""
@@ -117,7 +123,6 @@ def pack(
     with host.step("comparing the memory they need with what is there", everywhere=True):
         # before headers: opening a file maps it
         memory.check(need, memory.limits(), model)
-    loss = encoding.Loss()
     with host.step("packing experts on every host", everywhere=True):
         parts: Parts = {}
         with host.step("reading the checkpoint's headers"):
@@ -126,12 +131,12 @@ def pack(
         views: Mapping[str, memoryview] = {}
         if file is not None:
             identity = _identity(model, layers, parts, host)
-            views = _through_file(file, identity, layers, parts, host, loss)
+            views = _through_file(file, identity, layers, parts, host)
         if file is not None and not copied:
             packed = {x.name: layers.over(x, views[x.name]) for x in layouts}
         else:
-            packed = _in_memory(layers, parts, views, host, loss)
-    loss.say(model, settings.known_format)
+            packed = _in_memory(layers, parts, views, host)
+    layers.loss.say(model, settings.known_format)
     log.info(
         "%s: %d layers of experts, %s bytes as %s%s%s",
         model,
@@ -165,11 +170,7 @@ def _spread(
 
 
 def _in_memory(
-    layers: _Layers,
-    parts: Parts,
-    views: Mapping[str, memoryview],
-    host: Host,
-    loss: encoding.Loss,
+    layers: _Layers, parts: Parts, views: Mapping[str, memoryview], host: Host
 ) -> dict[str, experts.Experts]:
     """Layers packed from the checkpoint or, where there are `views`, copied from the packed file:
     in memory of this process or of all processes of the host."""
@@ -180,8 +181,7 @@ def _in_memory(
             if views:
                 layer.put_packed(views[layout.name])
             else:
-                checkpoint.fill(layer, parts[layout.name], bar.update)
-                loss.add(layer, parts[layout.name])
+                layers.fill(layer, parts, bar.update)
             return layer
 
         if host.size > 1:
@@ -239,17 +239,12 @@ def _identity(model: str, layers: _Layers, parts: Parts, host: Host) -> packed_f
 
 
 def _through_file(
-    path: Path,
-    identity: packed_file.Identity,
-    layers: _Layers,
-    parts: Parts,
-    host: Host,
-    loss: encoding.Loss,
+    path: Path, identity: packed_file.Identity, layers: _Layers, parts: Parts, host: Host
 ) -> dict[str, memoryview]:
     """The packed bytes of every layer, mapped from the file, which is made if it is not there."""
     with host.step(f"packing experts into {path.parent}"):
         if host.rank == 0:
-            _create_file(path, identity, layers, parts, loss)
+            _create_file(path, identity, layers, parts)
     with host.step(f"checking {path}"):
         if host.rank == 0:  # the others trust what it has read
             size = sum(x.nbytes for x in identity.layers)
@@ -261,13 +256,7 @@ def _through_file(
     return views
 
 
-def _create_file(
-    path: Path,
-    identity: packed_file.Identity,
-    layers: _Layers,
-    parts: Parts,
-    loss: encoding.Loss,
-) -> None:
+def _create_file(path: Path, identity: packed_file.Identity, layers: _Layers, parts: Parts) -> None:
     """Makes the packed file if it is not there; another run may make it meanwhile."""
     if path.exists():
         return
@@ -280,8 +269,7 @@ def _create_file(
         ):
             for layout in layers.layouts:
                 layer = layers.empty(layout, None)
-                checkpoint.fill(layer, parts[layout.name], bar.update)
-                loss.add(layer, parts[layout.name])
+                layers.fill(layer, parts, bar.update)
                 writer.add(layer.packed())
 
 
