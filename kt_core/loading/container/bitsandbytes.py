@@ -102,27 +102,26 @@ def _decode(
     packed = stored[begin // 2 : -(-end // 2)].reshape(-1)
     codes = torch.stack([packed >> 4, packed & 15], dim=-1).flatten()
     codes = codes[begin % 2 :][: end - begin].reshape(last - first, k)
-    scale = _absmax(parts, *nesting)
+    scale = _absmax(parts, *nesting, begin // block, -(-end // block))
     table = parts[1][...]
     if runs:
-        own = scale[begin // block : end // block].reshape(last - first, -1)
-        found = Codes("nf4", block, codes, own)
+        found = Codes("nf4", block, codes, scale.reshape(last - first, -1))
         if not torch.equal(Codes("nf4", 16, _EVERY, _ONE).dequantize()[0], table):
             raise ValueError(f"{parts[1].name} is not the table of nf4")
         return found
-    which = torch.arange(begin, end).reshape(last - first, k) // block
+    which = torch.arange(begin, end).reshape(last - first, k) // block - begin // block
     return table[codes.int()] * scale[which]
 
 
 _EVERY, _ONE = torch.arange(16, dtype=torch.uint8)[None], torch.ones(1, 1)
 
 
-def _absmax(parts: list[TensorHeader], nested: int, offset: float) -> Tensor:
-    """fp32 [blocks]."""
-    absmax = parts[0][...]
+def _absmax(parts: list[TensorHeader], nested: int, offset: float, first: int, last: int) -> Tensor:
+    """Of blocks [first, last), fp32."""
+    absmax = parts[0][first:last]
     if not nested:
         return absmax
-    scale = parts[2][...].repeat_interleave(nested)[: len(absmax)]
+    scale = parts[2][...][torch.arange(first, last) // nested]
     return parts[3][...][absmax.int()] * scale + offset
 
 
